@@ -61,6 +61,7 @@ def delivering_task(
     convert: Convert | None = None,
     max_attempts: int | None = None,
     retry_later: Sequence[type[Exception]] = (),
+    source: str | None = None,
     max_delay: float = 300.0,
 ) -> Any:
     """Register and return a task that delivers an event to a dispatcher: ``task.delay(event, message_id="7")``.
@@ -74,11 +75,17 @@ def delivering_task(
     limit. The library retries a task after a delay. It publishes a rejected event, and a message that Celery cannot
     read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. It rejects an event after
     ``max_attempts`` deliveries; None sets no limit. After an error of a class in ``retry_later``, it retries a message
-    that it would reject, up to that limit. ``max_delay`` limits the seconds before a retry. Each child process of a
-    worker opens its own database connections. Raises the errors of ``Settling``.
+    that it would reject, up to that limit. ``source`` becomes a part of each message id, so that other queues may
+    contain the same ids. ``max_delay`` limits the seconds before a retry. Each child process of a worker opens its own
+    database connections. Raises the errors of ``Settling``.
     """
-    limits: dict[str, Any] = {"max_attempts": max_attempts, "retry_later": retry_later, "max_delay": max_delay}
-    settling = Settling(dispatcher, convert or json_event, **limits, broker="celery")  # raises here, not in a worker
+    settings: dict[str, Any] = {
+        "max_attempts": max_attempts,
+        "retry_later": retry_later,
+        "source": source,
+        "max_delay": max_delay,
+    }
+    settling = Settling(dispatcher, convert or json_event, **settings, broker="celery")  # raises here, not in a worker
 
     def deliver(
         self: Any,
@@ -96,7 +103,7 @@ def delivering_task(
             found = text_of(incoming.message_id, "message id", InvalidMessageIdError)
             return Message(found, event, text_of(incoming.type, "type"))
 
-        settled = Settling(dispatcher, converted, **limits, broker="celery").deliver(incoming)
+        settled = Settling(dispatcher, converted, **settings, broker="celery").deliver(incoming)
         if settled.reject:
             rejected = Reject(settled.reason, requeue=False)
             rejected.label = settled.label  # for the worker's main process, which publishes the dead letter

@@ -49,7 +49,8 @@ class Consumer:
     ``content_type``. Up to ``batch`` messages, at most 1,000, share one transaction; Pub/Sub decides how many it
     returns. The consumer rejects a message after ``max_attempts`` deliveries; None leaves only the limit of the
     subscription's dead-letter policy. After an error of a class in ``retry_later``, it retries a message that it would
-    reject, up to that limit. ``max_delay`` limits the seconds before a retry.
+    reject, up to that limit. ``source`` becomes a part of each message id, so that other subscriptions may contain the
+    same ids. ``max_delay`` limits the seconds before a retry.
 
     Raises ``HandlerDefinitionError`` if ``dispatcher`` is not a ``Dispatcher``, and ``TypeError`` for a wrong client.
     """
@@ -65,6 +66,7 @@ class Consumer:
         batch: int = _MANY,
         max_attempts: int | None = None,
         retry_later: Sequence[type[Exception]] = (),
+        source: str | None = None,
         max_delay: float = 300.0,
     ) -> None:
         check_batch(batch, most=_MOST, limit="the limit of a request")
@@ -79,6 +81,7 @@ class Consumer:
             convert,
             max_attempts=max_attempts,
             retry_later=retry_later,
+            source=source,
             max_delay=max_delay,
             broker="pubsub",
         )

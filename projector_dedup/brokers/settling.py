@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any, TypeVar
 
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -31,7 +32,7 @@ from ..errors import (
     RetriesExhaustedError,
     UnhandledMessage,
 )
-from ..message import envelope, id_text, logger_of, printable
+from ..message import Message, envelope, id_text, logger_of, printable, valid_source
 from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
@@ -103,7 +104,8 @@ class Settling:
     builds the event from an ``Incoming``. A message is rejected after ``max_attempts`` deliveries; None sets no limit.
     ``max_delay`` limits the seconds before a retry. If the broker supports only certain delays, pass them as ``delays``
     in ascending order: the limit is then the longest of them up to ``max_delay``, or else the shortest. After an error
-    of a class in ``retry_later``, a message that would be rejected is retried later, until ``max_attempts``. With
+    of a class in ``retry_later``, a message that would be rejected is retried later, until ``max_attempts``. ``source``
+    becomes part of the id of each message that has no source; None takes the ids as they are. With
     ``asynchronous=True``, pass an ``AsyncDispatcher`` and await ``adeliver`` and ``adeliver_batch``.
 
     The dispatcher's observer receives each result as an observation of the kind ``delivery``, with the name of the
@@ -121,6 +123,7 @@ class Settling:
         *,
         max_attempts: int | None = None,
         retry_later: Sequence[type[Exception]] = (),
+        source: str | None = None,
         max_delay: float = 300.0,
         delays: Sequence[float] = (),
         asynchronous: bool = False,
@@ -140,7 +143,8 @@ class Settling:
         self._observing, self._broker = dispatcher._observing, broker
         self._asynchronous = asynchronous
         self._one_by_one = dispatcher._is_building  # what must keep its order, see `deliver_batch`
-        self._convert = convert
+        check_source(source)
+        self._convert = convert if source is None else with_source(convert, lambda _: source)
         self._max_attempts, self._retry_later = max_attempts, retry_later
         within = [each for each in delays if each <= max_delay] or delays[:1]
         self._max_delay = max(within, default=max_delay)
@@ -357,6 +361,34 @@ def expect(kind: type | tuple[type, ...], value: object, said: str) -> None:
     if not isinstance(value, kind):
         given = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise TypeError(f"{said}, not {given}")
+
+
+def check_source(source: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a ``source`` that is neither None nor a text that an id can contain."""
+    expect((str, NoneType), source, 'source is text, as in source="payments", or None to take the ids as they are')
+    if source is not None:
+        valid_source(source)
+
+
+def with_source(convert: Convert, source_of: Callable[[Incoming], str | None]) -> Convert:
+    """Return ``convert`` with a source for each message that has none: the only place where a consumer adds one."""
+
+    def converted(incoming: Incoming) -> Message:
+        event = convert(incoming)
+        message = event if isinstance(event, Message) else Message(None, event)
+        source = None if message.has_source or message.source is not None else source_of(incoming)
+        return message if source is None else replace(message, source=source)
+
+    return converted
+
+
+def undeclared(several: str) -> str:
+    """Return the error for a consumer of ``several`` whose ``source`` is not declared."""
+    return (
+        f"a consumer of {several} needs source=, because two of them may contain the same id, and then the second "
+        "message would be lost as a duplicate. source=None takes the ids as they are, if no two contain the same; "
+        'source="payments" makes one source a part of all ids'
+    )
 
 
 def _check_retry_later(classes: object, max_attempts: int | None) -> None:

@@ -50,7 +50,8 @@ class Consumer:
     ``content_type``. Up to ``batch`` messages share one transaction; SQS returns at most 10. If fewer are there, the
     consumer waits ``batch_wait`` seconds for more. The consumer rejects a message after ``max_attempts`` receives,
     counted by SQS; None sets no limit. After an error of a class in ``retry_later``, it retries a message that it would
-    reject, up to that limit. ``max_delay`` limits the seconds before a retry.
+    reject, up to that limit. ``source`` becomes a part of each message id, so that other queues may contain the same
+    ids. ``max_delay`` limits the seconds before a retry.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` if ``client`` is
     not a client of boto3.
@@ -67,6 +68,7 @@ class Consumer:
         batch_wait: float = 0.0,
         max_attempts: int | None = None,
         retry_later: Sequence[type[Exception]] = (),
+        source: str | None = None,
         max_delay: float = 300.0,
     ) -> None:
         expect(BaseClient, client, _CLIENT)
@@ -79,6 +81,7 @@ class Consumer:
             convert,
             max_attempts=max_attempts,
             retry_later=retry_later,
+            source=source,
             max_delay=max_delay,
             broker="sqs",
         )
@@ -109,6 +112,7 @@ def lambda_handler(
     *,
     max_attempts: int | None = None,
     retry_later: Sequence[type[Exception]] = (),
+    source: str | None = None,
     max_delay: float = 300.0,
 ) -> Callable[[Mapping[str, Any], object], dict[str, list[dict[str, str]]]]:
     """Return a handler for AWS Lambda that settles the messages of each invocation like ``Consumer``.
@@ -119,7 +123,8 @@ def lambda_handler(
 
     The handler returns ``batchItemFailures``: the messages that SQS must deliver again. Lambda deletes all others.
     **Give the event source mapping the function response type ReportBatchItemFailures.** Without it, Lambda deletes all
-    messages of the batch, and the failed messages are lost.
+    messages of the batch, and the failed messages are lost. If a function has several queues, make a handler for each,
+    with its ``source``.
 
     If boto3 fails, the handler raises its error. Lambda then delivers the whole batch again, and the applied messages
     are duplicates.
@@ -130,6 +135,7 @@ def lambda_handler(
         convert,
         max_attempts=max_attempts,
         retry_later=retry_later,
+        source=source,
         max_delay=max_delay,
         broker="sqs",
     )

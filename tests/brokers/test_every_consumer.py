@@ -249,6 +249,32 @@ def test_an_id_in_the_body_stays_the_only_one(consumer: Adapter) -> None:
     assert payments.markers(consumer.engine) == {"p1"}
 
 
+def test_the_same_ids_of_two_sources_are_applied_each(consumer: Adapter) -> None:
+    """Beside the body or in it. A delay, the dead letters and a replay keep the source: each is its own duplicate."""
+    called: list[object] = []
+
+    def fail() -> None:
+        called.append(None)
+        raise Defer("not yet") if len(called) == 1 else ValueError("poison")
+
+    def is_dead_and_others_applied() -> bool:
+        return len(consumer.queue.dead()) == 1 and consumer.queue.left() == 0 and consumer.applied[0]["a"] == 2 * count
+
+    for count, source in enumerate(("first", "second"), 1):
+        called.clear()
+        RULES["b"] = fail
+        consumer.pay((1, "a"), (2, "b"))
+        consumer.queue.publish([Sent(None, payment(3, "a"))])
+        consumer.consume_until(is_dead_and_others_applied, source=source, max_delay=0.2)
+        RULES.clear()
+        assert consumer.queue.replay() == 1
+        consumer.pay((2, "b"))
+        consumer.consume_until(consumer.settled({"a": 2 * count, "b": count}), source=source)
+    assert payments.markers(consumer.engine) == {
+        f"{len(source)}:{source}2:p{number}" for source in ("first", "second") for number in (1, 2, 3)
+    }
+
+
 NO_JSON = ("InvalidMessageError: the ", "DecodeError: ")  # by this library, and by Celery
 NO_ID = Sent(None, b'{"type": "payment", "account": "a", "amount": 1}')
 GARBAGE: dict[Sent, str | tuple[str, ...]] = {
@@ -336,6 +362,7 @@ def test_what_a_consumer_does_not_take_is_refused_when_it_is_made(consumer: Adap
         {"max_delay": 0},
         {"convert": payments.Balance},
         {"retry_later": (LookupError,)},
+        {"source": ""},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             consumer.make(awaited if consumer.is_awaited else plain, **wrong)

@@ -32,6 +32,7 @@ def subscribe(
     batch: int | None = None,
     max_attempts: int | None = None,
     retry_later: Sequence[type[Exception]] = (),
+    source: str | None = None,
     max_delay: float = 300.0,
     ack_wait: float = 30.0,
 ) -> None:
@@ -49,8 +50,13 @@ def subscribe(
     ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``.
     """
     # Refuses now what it would refuse later. Delivers the messages of a test broker, which starts no consumer.
-    limits: dict[str, Any] = {"max_attempts": max_attempts, "retry_later": retry_later, "max_delay": max_delay}
-    settling = Settling(dispatcher, convert, **limits, asynchronous=True)
+    settings: dict[str, Any] = {
+        "max_attempts": max_attempts,
+        "retry_later": retry_later,
+        "source": source,
+        "max_delay": max_delay,
+    }
+    settling = Settling(dispatcher, convert, **settings, asynchronous=True)
     subscriber = broker.subscriber(
         subject,
         stream=JStream(stream, declare=False),
@@ -67,7 +73,7 @@ def subscribe(
             subscriber.connection,
             *(stream, durable, dispatcher, convert),
             subject=subject,
-            **limits,
+            **settings,
             ack_wait=ack_wait,
         )
         await consumer.open()

@@ -33,6 +33,7 @@ def subscribe(
     prefetch: int = 10,
     max_attempts: int | None = None,
     retry_later: Sequence[type[Exception]] = (),
+    source: str | None = None,
     max_delay: float = 300.0,
 ) -> None:
     """Deliver the messages of a queue to a dispatcher while the broker runs. Call it before you start the broker.
@@ -45,13 +46,19 @@ def subscribe(
 
     ``convert`` makes the event of a message; FastStream decodes nothing. ``prefetch`` messages are delivered at the
     same time. A message is rejected after ``max_attempts`` deliveries; None sets no limit. After an error of a class in
-    ``retry_later``, a message that would be rejected is retried, up to that limit. It waits in the queue with the
-    longest delay of at most ``max_delay`` seconds, or else in the first one. Raises ``HandlerDefinitionError`` for a
-    dispatcher that is not an ``AsyncDispatcher``.
+    ``retry_later``, a message that would be rejected is retried, up to that limit. ``source`` becomes a part of each
+    message id, so that other queues may contain the same ids. It waits in the queue with the longest delay of at most
+    ``max_delay`` seconds, or else in the first one. Raises ``HandlerDefinitionError`` for a dispatcher that is not an
+    ``AsyncDispatcher``.
     """
     prefetch = prefetch_of(prefetch, 10)
-    limits: dict[str, Any] = {"max_attempts": max_attempts, "retry_later": retry_later, "max_delay": max_delay}
-    settling = new_settling(dispatcher, convert, **limits, asynchronous=True)
+    settings: dict[str, Any] = {
+        "max_attempts": max_attempts,
+        "retry_later": retry_later,
+        "source": source,
+        "max_delay": max_delay,
+    }
+    settling = new_settling(dispatcher, convert, **settings, asynchronous=True)
     work = RabbitQueue(queue, durable=True) if isinstance(queue, str) else queue
     beside: dict[str, Any] = queues_beside(work.name)
     for name, arguments in beside.items():  # without a handler, a queue is declared and not consumed
