@@ -26,7 +26,7 @@ from projector_dedup.maintenance.rows import (
 from projector_dedup.maintenance.rows import forget as delete_markers
 from projector_dedup.maintenance.rows import rename as rename_markers
 from projector_dedup.maintenance.state import duration, moment_with_zone, moment_without_zone, pruned_until
-from projector_dedup.message import printable, valid_message_id
+from projector_dedup.message import printable, stored_id
 from projector_dedup.tables import DedupTables
 
 from .options import EXIT_CODES, Deployment, WholeNumber, database_options
@@ -59,6 +59,11 @@ _scope_option = click.option(
 )
 
 
+_source_option = click.option(
+    "--source", help="The source that the consumer of the message declares (source=).  [default: no source]"
+)
+
+
 def _handler_option(words: str) -> Callable[..., Any]:
     return click.option("--handler", "--operation", "--effect", help=words)
 
@@ -73,13 +78,15 @@ class _Wanted:
 
     deployment: Deployment
     given: str
+    source: str | None
     scope: str | None
     handler: str | None
     stored: str  #: the id as it is stored
 
     def __str__(self) -> str:
         if not self.deployment.tables.keyed:
-            return f"message {printable(self.given)}"
+            message = f"message {printable(self.given)}"
+            return message if self.source is None else f"{message} of source {printable(self.source)}"
         return f"key {printable(self.given)}" + ("" if self.scope is None else f" in scope {printable(self.scope)}")
 
     def found(self, engine: Engine) -> Sequence[Marker | StoredEffect]:
@@ -89,7 +96,7 @@ class _Wanted:
             return effects_of(engine, self.given, self.scope, tables=tables)
         if isinstance(tables, CommandTables):
             return find_records(engine, self.given, scope=self.scope, tables=tables)
-        return find(engine, self.given, tables=tables)
+        return find(engine, self.stored, tables=tables)
 
     def chosen(self, engine: Engine) -> Sequence[Marker | StoredEffect]:
         """Return the rows of the given handler, or of all handlers.
@@ -108,51 +115,61 @@ class _Wanted:
         why = (
             f"no such {_asked_for(tables)}, or {pruned}, or it has another scope (--scope), or the key {written})"
             if tables.keyed
-            else f"it was not applied, or {pruned}, or the id {written}; cloudevents, kafka and hashed build their own "
-            "ids)"
+            else f"it was not applied, or {pruned}, or it has another source (--source), or the id {written}; "
+            "cloudevents, kafka and hashed build their own ids)"
         )
         raise Failed(f"there is no {tables.noun} of {self}{of} in {self.deployment}: {why}")
 
 
-def _wanted(deployment: Deployment, given: str, scope: str | None, handler: str | None) -> _Wanted:
+def _wanted(deployment: Deployment, given: str, source: str | None, scope: str | None, handler: str | None) -> _Wanted:
     """Return the rows that the arguments ask for. Raises `click.UsageError` for arguments that fit no row."""
     keyed = deployment.tables.keyed
     if scope is not None and not keyed:
         raise click.UsageError("--scope is only for the keys of commands and effects; add --commands or --effects")
+    if source is not None and keyed:
+        raise click.UsageError("--source is only for messages; the owner of a key is its --scope")
     try:
-        stored = RecordKey.of(given, scope).stored if keyed else valid_message_id(given)
+        stored = RecordKey.of(given, scope).stored if keyed else stored_id(given, source)
     except RefusedError as error:
         raise click.UsageError(str(error)) from None
-    return _Wanted(deployment, given, scope, handler, stored)
+    return _Wanted(deployment, given, source, scope, handler, stored)
 
 
 @click.command(epilog=EXIT_CODES)
 @database_options
 @click.argument("message_id", metavar="ID")
 @_handler_option("Only the marker of this handler, or the record of this operation.  [default: all]")
+@_source_option
 @_scope_option
 @click.option("--result", "results", is_flag=True, help="With --commands: print the stored result as text.")
 @json_option
 def show(
-    deployment: Deployment, message_id: str, handler: str | None, scope: str | None, results: bool, as_json: bool
+    deployment: Deployment,
+    message_id: str,
+    handler: str | None,
+    source: str | None,
+    scope: str | None,
+    results: bool,
+    as_json: bool,
 ) -> None:
     """Print which handlers applied the message ID, and when.
 
     Use it to find out whether a message was applied. The log lines of the library contain the id; case and white space
-    count. With --commands, ID is the key of a command, and the output is the state of its records: result, rejected, or
-    result not stored.
+    count. If its consumer declares a source, give that too: --source. With --commands, ID is the key of a command, and
+    the output is the state of its records: result, rejected, or result not stored.
 
     \b
     Examples:
       idempotency show payment-1 --database-url sqlite:///read_model.db
       idempotency show --json 0198f3c2-5d1e-7a55-b1f0-000000000001
+      idempotency show 7 --source payments
       idempotency show req-abc --commands --scope tenant-7 --result
     """
     if isinstance(deployment.tables, EffectTables):
         raise click.UsageError("to print an effect, run `idempotency effects show KEY`")
     if results and not deployment.tables.keyed:
         raise click.UsageError("--result is only for commands; add --commands")
-    wanted = _wanted(deployment, message_id, scope, handler)
+    wanted = _wanted(deployment, message_id, source, scope, handler)
     with deployment.opened() as engine:
         found = [each for each in wanted.chosen(engine) if isinstance(each, Marker)]
     if as_json:
@@ -254,9 +271,17 @@ def readable(data: bytes | None) -> Any:
 @database_options
 @click.argument("message_id", metavar="ID")
 @_handler_option("Only the marker of this handler, or the record of this operation.  [default: all handlers]")
+@_source_option
 @_scope_option
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-def forget(deployment: Deployment, message_id: str, handler: str | None, scope: str | None, yes: bool) -> None:
+def forget(
+    deployment: Deployment,
+    message_id: str,
+    handler: str | None,
+    source: str | None,
+    scope: str | None,
+    yes: bool,
+) -> None:
     """Delete the markers of the message ID, so that a redelivery is applied again.
 
     Use it to apply a message again. The read model keeps what the message has changed, so first undo that, or the
@@ -272,7 +297,7 @@ def forget(deployment: Deployment, message_id: str, handler: str | None, scope: 
       idempotency forget payment-1 --handler account-totals.add_payment --yes
       idempotency forget req-abc --commands --operation shop.place --scope t7
     """
-    wanted, tables = _wanted(deployment, message_id, scope, handler), deployment.tables
+    wanted, tables = _wanted(deployment, message_id, source, scope, handler), deployment.tables
     if tables.keyed and handler is None:
         raise click.UsageError("give the --operation of the key, because another operation may have the same key")
     if not yes:

@@ -17,7 +17,7 @@ from .errors import BeyondRetention, ProjectorDedupError
 from .handler import Handler
 from .late import Instant
 from .markers import valid_key
-from .message import Message, logged_id, logger_of, moment_in_utc, printable, valid_message_id
+from .message import Message, logged_id, logger_of, moment_in_utc, printable, stored_id
 from .observer import Observing, Watch
 from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
@@ -186,11 +186,12 @@ class Chunk:
             uow.begin()
             return list(range(len(self.messages)))
         if len(self.messages) == 1:
-            key = valid_key(first.id, handler.identity, first.occurred_at)
+            key = valid_key(stored_id(first.id, first.source), handler.identity, first.occurred_at)
             return [0] if uow.claim_key(key, handler.formerly) else []
-        keys = ((message.id, message.occurred_at) for message in self.messages)
+        ids = [stored_id(message.id, message.source) for message in self.messages]
+        keys = ((message_id, message.occurred_at) for message_id, message in zip(ids, self.messages, strict=True))
         found = uow.claim_many(keys, handler.identity, formerly=handler.formerly)
-        firsts = {valid_message_id(message.id): index for index, message in reversed([*enumerate(self.messages)])}
+        firsts = {message_id: index for index, message_id in reversed([*enumerate(ids)])}
         return sorted(firsts[message_id] for message_id in found)
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:

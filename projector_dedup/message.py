@@ -7,7 +7,7 @@ import logging
 import traceback
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
@@ -41,18 +41,26 @@ class Message:
     - ``type``: a class or a name, by which the dispatcher finds the handlers. If it is None, the dispatcher uses the
       type that its ``type=`` finds in ``body``, else the class of ``body``.
     - ``occurred_at``: when the event occurred, with a time zone. The library stores it in the marker.
+    - ``source``: the name of what gave the id, such as a topic, if other sources may give the same id. The library
+      stores it with the id (``stored_id``). With None, a consumer adds the source that it declares.
+    - ``has_source``: True if the id contains a source, as that of ``cloudevent`` does. A consumer adds no other then.
 
-    Raises ``InvalidMessageError`` if ``id``, ``type`` or ``occurred_at`` cannot be used. Reject the message then.
+    Raises ``InvalidMessageError`` if ``id``, ``type``, ``occurred_at`` or ``source`` cannot be used. Reject the message
+    then.
     """
 
     id: str | uuid.UUID | None
     body: Any
     type: Route | None = None
     occurred_at: datetime | None = None
+    source: str | None = None
+    has_source: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.id is not None:
-            valid_message_id(self.id)
+            stored_id(self.id, self.source)
+        elif self.source is not None:
+            valid_source(self.source)
         if self.type is not None:
             valid_route(self.type)
         if self.occurred_at is not None:
@@ -82,6 +90,36 @@ def valid_message_id(value: object) -> str:
         )
     remedy = "hashed(extractor) shortens long ids"
     return _bounded(str.__str__(value), "a message id", MAX_MESSAGE_ID_BYTES, InvalidMessageIdError, remedy)
+
+
+def stored_id(message_id: object, source: object = None) -> str:
+    """Return the text under which the library stores a message id: the id itself, or the source and the id together.
+
+    With a source, each of the two follows its number of characters and a colon: the id ``7`` of the source ``payments``
+    is stored as ``8:payments1:7``. ``cloudevents`` makes its ids in the same way. Two different pairs of a source and
+    an id never have one text. An id without a source can equal such a text only if it is written in this form itself.
+
+    Use it to call ``claim``, ``find`` or ``forget`` for a message of a consumer with a ``source``. Raises
+    ``InvalidMessageIdError`` if either cannot be used, or if both together have more than 512 bytes.
+    """
+    text = valid_message_id(message_id)
+    if source is None:
+        return text
+    remedy = "choose a shorter source; hashed(extractor) shortens long ids"
+    both = _joined(valid_source(source), text)
+    return _bounded(both, "a message id with its source", MAX_MESSAGE_ID_BYTES, InvalidMessageIdError, remedy)
+
+
+def valid_source(value: object) -> str:
+    """Return the source of an id as text. Raises ``InvalidMessageIdError`` for what cannot be a part of an id."""
+    if not isinstance(value, str):
+        raise InvalidMessageIdError(f"the source of a message id must be text, not {type(value).__name__}")
+    text = str.__str__(value)
+    return _bounded(text, "the source of a message id", MAX_MESSAGE_ID_BYTES, InvalidMessageIdError, "shorten it")
+
+
+def _joined(*parts: str) -> str:
+    return "".join(f"{len(part)}:{part}" for part in parts)  # a bare delimiter could occur inside a part
 
 
 def valid_route(value: object) -> Route:
@@ -211,14 +249,14 @@ def envelope(event: Any, message_id: Any, extractor: IdExtractor, *, needed: boo
         return event if message_id is None else replace(event, id=message_id)
     if message_id is None:
         message_id = extractor(event.body if isinstance(event, Message) else event)
-        if not needed and not _is_message_id(message_id):
+        if not needed and not _is_message_id(message_id, event.source if isinstance(event, Message) else None):
             message_id = None
     return replace(event, id=message_id) if isinstance(event, Message) else Message(message_id, event)
 
 
-def _is_message_id(value: object) -> bool:
+def _is_message_id(value: object, source: str | None) -> bool:
     try:
-        valid_message_id(value)
+        stored_id(value, source)
     except InvalidMessageIdError:
         return False
     return True
@@ -240,17 +278,21 @@ def route_of(event: object, extractor: TypeExtractor | None = None) -> Route:
 
 def known_id(message: Message, *, needed: bool) -> str | None:
     """Return the id under which the library claims the message. If no id is ``needed``, return its text or None."""
-    return valid_message_id(message.id) if needed else id_text(message)
+    return stored_id(message.id, message.source) if needed else id_text(message)
 
 
 def id_text(message: Message) -> str | None:
-    """Return the text of the message's id, for deliveries and logs, or None if it is neither text nor a UUID.
+    """Return the stored text of the message's id, for deliveries and logs, or None if it is neither text nor a UUID.
 
     The function calls no method of a subclass, because that method might raise.
     """
     if isinstance(message.id, str):
-        return str.__str__(message.id)
-    return uuid.UUID.__str__(message.id) if isinstance(message.id, uuid.UUID) else None
+        text = str.__str__(message.id)
+    elif isinstance(message.id, uuid.UUID):
+        text = uuid.UUID.__str__(message.id)
+    else:
+        return None
+    return text if message.source is None else _joined(str.__str__(message.source), text)
 
 
 def logged_id(message: Message) -> str:
@@ -381,6 +423,5 @@ def _composite(kind: str, event: Any, parts: Mapping[str, type[str | int]]) -> s
                 f"the {name} of a {kind} id must be {kind_of_part.__name__}, not {type(value).__name__}; correct the "
                 "producer, or use another extractor"
             )
-        text = str.__str__(value) if isinstance(value, str) else int.__repr__(value)
-        texts.append(f"{len(text)}:{text}")  # a bare delimiter could occur inside a part
-    return "".join(texts)
+        texts.append(str.__str__(value) if isinstance(value, str) else int.__repr__(value))
+    return _joined(*texts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm.exc import StaleDataError
 
@@ -108,13 +110,21 @@ OTHERS: dict[type[BaseException], Answer] = {
 """All other errors, by class. If several classes fit, the most derived one decides."""
 
 
-def verdict_of(error: BaseException, *, attempts: int = 1, max_attempts: int | None = None) -> Verdict:
+def verdict_of(
+    error: BaseException,
+    *,
+    attempts: int = 1,
+    max_attempts: int | None = None,
+    retry_later: Sequence[type[Exception]] = (),
+) -> Verdict:
     """Return what a consumer does with a message whose delivery raised ``error``: retry, reject or acknowledge.
 
     - ``error``: the exception that ``deliver`` or ``handle`` raised. After ``BatchFailed``, call ``verdict_of`` once
       for each message that failed: ``verdict_of(delivery.error)``.
     - ``attempts``: how often the broker has delivered the message, 1 for the first delivery.
     - ``max_attempts``: reject the message at this delivery instead of retrying it. None retries without a limit.
+    - ``retry_later``: classes of errors after which the message is retried later where it would be rejected. A class of
+      the driver counts too, such as ``psycopg.errors.ForeignKeyViolation``. Set ``max_attempts`` with it.
 
     Returns a ``Verdict``. The delay of ``RETRY_LATER`` is 1 second after the first delivery, then 5 and 30, and 300
     from the fourth delivery on. ``RETRY_NOW`` is for the first delivery only; later ones get ``RETRY_LATER``.
@@ -127,7 +137,7 @@ def verdict_of(error: BaseException, *, attempts: int = 1, max_attempts: int | N
     """
     if attempts < 1 or (max_attempts is not None and max_attempts < 1):
         raise ValueError(f"attempts and max_attempts must be at least 1, not {attempts=}, {max_attempts=}")
-    decided, decisive = _decided(error)
+    decided, decisive = _decided(error, tuple(retry_later))
     action = decided.action
     if max_attempts is not None and attempts >= max_attempts and not decided.unlimited:
         action = REJECT
@@ -137,9 +147,10 @@ def verdict_of(error: BaseException, *, attempts: int = 1, max_attempts: int | N
 
 
 _RANK = {ACKNOWLEDGE: -1, REJECT: 0, NOW: 1, LATER: 2}
+_NAMED_LATER = Answer(LATER, "the application names the error in retry_later")
 
 
-def _decided(error: BaseException) -> tuple[Answer, BaseException]:
+def _decided(error: BaseException, named: tuple[type[Exception], ...]) -> tuple[Answer, BaseException]:
     """Return the answer to an error, and the exception that decided: the error, one of its group, or its cause.
 
     A handler may wrap the error of a database or a network in its own error, so the function also follows the causes.
@@ -161,6 +172,8 @@ def _decided(error: BaseException) -> tuple[Answer, BaseException]:
             waiting += [(inner, inner if alone else outer, cause) for inner in reversed(each.exceptions)]
             continue
         answer = _answer_without_cause(each)
+        if answer.action is REJECT and _is_named(each, named):
+            answers.append((_NAMED_LATER, each))
         if answer.action is ACKNOWLEDGE and not (each is error and getattr(each, "done", False)):
             answer = unknown  # the command ran before, but the handler that asked for it failed
         if answer is unknown and cause is not None and id(cause) not in seen:
@@ -171,6 +184,12 @@ def _decided(error: BaseException) -> tuple[Answer, BaseException]:
         answers, key=lambda found: (_RANK[found[0].action], found[0].unlimited), default=(unknown, error)
     )
     return Answer(decided.action, decided.why, any(answer.unlimited for answer, _ in answers)), decisive
+
+
+def _is_named(error: BaseException, named: tuple[type[Exception], ...]) -> bool:
+    """True if the error, or the driver's error inside it, is of one of the classes."""
+    of_driver = error.orig if isinstance(error, DBAPIError) else None
+    return any(isinstance(each, named) for each in (error, of_driver, getattr(of_driver, "__cause__", None)))
 
 
 def _cause(error: BaseException) -> Exception | None:

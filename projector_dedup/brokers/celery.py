@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -60,6 +60,8 @@ def delivering_task(
     queue: str,
     convert: Convert | None = None,
     max_attempts: int | None = None,
+    retry_later: Sequence[type[Exception]] = (),
+    source: str | None = None,
     max_delay: float = 300.0,
 ) -> Any:
     """Register and return a task that delivers an event to a dispatcher: ``task.delay(event, message_id="7")``.
@@ -72,11 +74,18 @@ def delivering_task(
     The worker acknowledges the task after the commit. Celery requeues it if the worker is lost or exceeds the hard time
     limit. The library retries a task after a delay. It publishes a rejected event, and a message that Celery cannot
     read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. It rejects an event after
-    ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry. Each child process
-    of a worker opens its own database connections. Raises the errors of ``Settling``.
+    ``max_attempts`` deliveries; None sets no limit. After an error of a class in ``retry_later``, it retries a message
+    that it would reject, up to that limit. ``source`` becomes a part of each message id, so that other queues may
+    contain the same ids. ``max_delay`` limits the seconds before a retry. Each child process of a worker opens its own
+    database connections. Raises the errors of ``Settling``.
     """
-    limits: dict[str, Any] = {"max_attempts": max_attempts, "max_delay": max_delay, "broker": "celery"}
-    settling = Settling(dispatcher, convert or json_event, **limits)  # raises here, not in a worker
+    settings: dict[str, Any] = {
+        "max_attempts": max_attempts,
+        "retry_later": retry_later,
+        "source": source,
+        "max_delay": max_delay,
+    }
+    settling = Settling(dispatcher, convert or json_event, **settings, broker="celery")  # raises here, not in a worker
 
     def deliver(
         self: Any,
@@ -94,7 +103,7 @@ def delivering_task(
             found = text_of(incoming.message_id, "message id", InvalidMessageIdError)
             return Message(found, event, text_of(incoming.type, "type"))
 
-        settled = Settling(dispatcher, converted, **limits).deliver(incoming)
+        settled = Settling(dispatcher, converted, **settings, broker="celery").deliver(incoming)
         if settled.reject:
             rejected = Reject(settled.reason, requeue=False)
             rejected.label = settled.label  # for the worker's main process, which publishes the dead letter

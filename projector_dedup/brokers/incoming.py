@@ -31,6 +31,7 @@ class Incoming:
     headers in their place; None if there are none. ``occurred_at`` is a datetime, text of RFC 3339, or seconds since
     1970. ``attempt`` is the broker's number of this delivery, from 1; leave it at 1 if the broker does not count.
     ``key`` is the key of a message of Kafka, else None: a tombstone (a null value) has an empty body, and only its key.
+    ``topic`` is Kafka's topic, else None; of a copy in a retry topic, it is the topic of the original.
     Log lines and errors contain ``origin``, the source of the message, as in "queue flights"; ``body_name``, the part
     of the message with the body; and ``id_name``, the place in which the producer sets the id. ``json_of`` reads JSON
     numbers with a fraction or an exponent by ``parse_float``.
@@ -47,6 +48,7 @@ class Incoming:
     body_name: str = "body of the message"
     id_name: str = "message id"
     key: bytes | None = None
+    topic: str | None = None
     parse_float: Callable[[str], float] = finite
 
 
@@ -102,7 +104,7 @@ def cloudevent(incoming: Incoming) -> Message:
     if not kind:
         raise InvalidMessageError("a CloudEvents event has a type; this one has none")
     data = _structured_data(attributes) if structured else _binary_data(incoming, content_type)
-    return Message(cloudevents(attributes), data, kind, moment_of(attributes.get("time")))
+    return Message(cloudevents(attributes), data, kind, moment_of(attributes.get("time")), has_source=True)
 
 
 def json_of(incoming: Incoming) -> Any:

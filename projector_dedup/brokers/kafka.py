@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from operator import methodcaller
+from types import EllipsisType
 from typing import Any, Literal, TypeAlias
 
 from ..extras import needs
@@ -20,8 +21,8 @@ with needs("kafka"):
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from ..verdict import Action
-from .incoming import Convert, Incoming, json_event
-from .settling import Settled, Settling, check_batch, expect, logger
+from .incoming import Convert, Incoming, check_convert, json_event
+from .settling import Settled, Settling, check_batch, check_source, expect, logger, undeclared, with_source
 
 __all__ = ["Consumer", "begin", "replay"]
 
@@ -79,8 +80,11 @@ class Consumer:
     ``Incoming``. ``id_header`` names the header with the message id. **An offset is never used as the id**: an outbox
     that publishes an event again creates another offset. Up to ``batch`` messages that are there share one transaction.
     If fewer are there, the consumer waits ``batch_wait`` seconds for more. The consumer rejects a message after
-    ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry; later copies in
-    the same partition wait too.
+    ``max_attempts`` deliveries; None sets no limit. After an error of a class in ``retry_later``, it retries a message
+    that it would reject, up to that limit. ``source`` becomes a part of each message id, so that other topics may
+    contain the same ids: one text for all topics, or a dictionary with a text or None for each. If there are several
+    topics, declare it, or None to take the ids as they are. ``max_delay`` limits the seconds before a retry; later
+    copies in the same partition wait too.
 
     Raises ``ValueError`` for settings that could lose messages, and ``TypeError`` if ``config`` is not a dictionary.
     """
@@ -96,19 +100,31 @@ class Consumer:
         batch: int = 1,
         batch_wait: float = 0.0,
         max_attempts: int | None = None,
+        retry_later: Sequence[type[Exception]] = (),
+        source: Mapping[str, str | None] | str | EllipsisType | None = ...,
         max_delay: float = 300.0,
     ) -> None:
         expect(Mapping, config, 'config is a dictionary, as in {"bootstrap.servers": ..., "group.id": ...}')
         if isinstance(topics, str) or not topics:
             raise ValueError('topics is a list of names, as in ["payments"]')
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="kafka")
+        check_convert(convert)
+        sources = _sources(source, topics)
+        self._settling = Settling(
+            dispatcher,
+            with_source(convert, lambda incoming: sources[str(incoming.topic)]),
+            max_attempts=max_attempts,
+            retry_later=retry_later,
+            max_delay=max_delay,
+            broker="kafka",
+        )
         check_batch(batch, batch_wait, most=1_000_000, limit="the limit of confluent-kafka")
         self._batch, self._batch_wait = batch, batch_wait
         self._id_header, self._max_delay = id_header, max_delay
         self._retry = {topic: aside(topic, config, "retry") for topic in topics}
         self._dead = {topic: aside(topic, config, "dead") for topic in topics}
+        self._first = {topic: topic for topic in topics}
         for topic, retry in list(self._retry.items()):
-            self._retry[retry], self._dead[retry] = retry, self._dead[topic]
+            self._retry[retry], self._dead[retry], self._first[retry] = retry, self._dead[topic], topic
         self._copied = set(self._retry.values())
         self._client = new_consumer(config)
         self._producer = new_producer(config)
@@ -202,7 +218,8 @@ class Consumer:
         """Deliver messages in their order, publish a copy of each that is not applied, and store each offset then."""
         rest = deque(messages)
         while rest:
-            for settled in self._settling.deliver_in_order([each.incoming(self._id_header) for each in rest]):
+            incoming = [each.incoming(self._id_header, self._first[each.topic]) for each in rest]
+            for settled in self._settling.deliver_in_order(incoming):
                 if settled.verdict is not None and settled.verdict.action is Action.RETRY_NOW and not self._stopped:
                     rest[0].attempt += 1  # and it is the first again
                     continue
@@ -254,6 +271,23 @@ class Consumer:
         if error.fatal() or not (error.retriable() or error.name() in PASSING):
             raise KafkaException(error)
         logger.warning("Kafka: %s; the consumer continues", error.str())
+
+
+def _sources(declared: Any, topics: Sequence[str]) -> Mapping[str, str | None]:
+    """Return the source of each topic. Raises ``ValueError`` if it is not declared, ``TypeError`` for a wrong type."""
+    if declared is ...:
+        if len({*topics}) > 1:
+            raise ValueError(
+                f'{undeclared("several topics")}; source={{"payments": "payments", "refunds": "refunds"}} '
+                "gives each topic its own"
+            )
+        declared = None
+    sources = dict(declared) if isinstance(declared, Mapping) else dict.fromkeys(topics, declared)
+    if {*sources} != {*topics}:
+        raise ValueError(f"source has a source or None for each topic, for {[*topics]}, and not for {[*sources]}")
+    for source in sources.values():
+        check_source(source)
+    return sources
 
 
 def _first_due(line: Sequence[Received], most: int) -> list[Received]:
@@ -395,8 +429,11 @@ class Received:
         """The topic, the partition and the offset of the message, for log lines."""
         return f"{self.topic} [{self.partition}] at offset {self.offset}"
 
-    def incoming(self, id_header: str) -> Incoming:
-        """Return the message for a converter. A header that appears twice is a list, so a converter rejects it."""
+    def incoming(self, id_header: str, topic: str) -> Incoming:
+        """Return the message for a converter. A header that appears twice is a list, so a converter rejects it.
+
+        ``topic`` is the topic of the original.
+        """
         found: dict[str, object] = {}
         for name, value in self._all:
             if name not in OURS:
@@ -412,6 +449,7 @@ class Received:
             origin=self.origin,
             id_name=f"header {id_header}",
             key=self.message.key(),
+            topic=topic,
         )
 
     def copy_headers(self, **added: str | int) -> Headers:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from types import EllipsisType
 
 from ..extras import needs
 
@@ -25,7 +26,7 @@ with needs("nats"):
 from ..dispatcher import AsyncDispatcher
 from ..errors import RefusedError
 from .incoming import MAX_TEXT_BYTES, Convert, Incoming, json_event
-from .settling import Settled, Settling, check_batch, expect, logger, named_in_log
+from .settling import Settled, Settling, check_batch, expect, logger, named_in_log, undeclared
 
 __all__ = ["Consumer", "dead_stream", "replay"]
 
@@ -64,8 +65,11 @@ class Consumer:
     the order of the stream, except for retries. Start as many processes as you need, all with the same ``durable``.
 
     ``convert`` builds the event from an ``Incoming``. The consumer rejects a message after ``max_attempts`` deliveries;
-    None sets no limit. ``max_delay`` limits the seconds before a retry. After ``ack_wait`` seconds, the server delivers
-    the messages of a process that died to another one. While a handler runs, the consumer extends this time.
+    None sets no limit. After an error of a class in ``retry_later``, it retries a message that it would reject, up to
+    that limit. ``source`` becomes a part of each message id, so that other streams or subjects may contain the same
+    ids. For a stream with several subjects, declare it, or None to take the ids as they are, or give one ``subject``.
+    ``max_delay`` limits the seconds before a retry. After ``ack_wait`` seconds, the server delivers the messages of a
+    process that died to another one. While a handler runs, the consumer extends this time.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``, and ``TypeError`` if
     ``connection`` is not a connection of nats-py.
@@ -83,6 +87,8 @@ class Consumer:
         batch: int = 1,
         batch_wait: float = 0.0,
         max_attempts: int | None = None,
+        retry_later: Sequence[type[Exception]] = (),
+        source: str | EllipsisType | None = ...,
         max_delay: float = 300.0,
         in_flight: int = 1,
         ack_wait: float = 30.0,
@@ -92,9 +98,17 @@ class Consumer:
             raise ValueError(f"in_flight is at least 1, and ack_wait above 0 seconds: {in_flight=}, {ack_wait=}")
         self._connection, self._streams = connection, connection.jetstream()
         self._settling = Settling(
-            dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True, broker="nats"
+            dispatcher,
+            convert,
+            max_attempts=max_attempts,
+            retry_later=retry_later,
+            source=None if source is ... else source,
+            max_delay=max_delay,
+            asynchronous=True,
+            broker="nats",
         )
         self._stream, self._subject, self._durable = stream, subject, durable
+        self._is_declared = source is not ...
         check_batch(batch, batch_wait)
         self._batch, self._batch_wait = batch, max(batch_wait, _AT_ONCE)
         self._in_flight, self._ack_wait = in_flight, ack_wait
@@ -119,8 +133,14 @@ class Consumer:
     async def open(self) -> None:
         """Create the durable consumer and the stream of dead letters if they are missing.
 
-        Raises ``RefusedError`` if one of them exists with settings that can lose messages or stop the deliveries.
+        Raises ``RefusedError`` if one of them exists with settings that can lose messages or stop the deliveries, or if
+        the stream has several subjects, and neither ``subject`` nor ``source`` is given.
         """
+        subjects = (await self._streams.stream_info(self._stream)).config.subjects or ()
+        if len(subjects) > 1 and self._subject is None and not self._is_declared:
+            raise RefusedError(
+                f"{undeclared('several subjects')}; or run one consumer for each, with its subject= and source="
+            )
         await open_dead_letters(self._streams, self._stream, self._durable)
         try:
             found = await self._streams.consumer_info(self._stream, self._durable)

@@ -56,9 +56,11 @@ class Consumer:
     ``convert`` builds the event from an ``Incoming``. Up to ``batch`` messages that are there share one transaction and
     one acknowledgement. If fewer are there, the consumer waits ``batch_wait`` seconds for more. RabbitMQ sends up to
     ``prefetch`` messages in advance; the default is 20, or twice the ``batch`` if that is more. The consumer rejects a
-    message after ``max_attempts`` deliveries; None sets no limit. ``max_delay`` limits the seconds before a retry: to
-    the longest delay of these queues that is not above it, or else to 1 second. Raises ``TypeError`` if ``parameters``
-    are not those of pika.
+    message after ``max_attempts`` deliveries; None sets no limit. After an error of a class in ``retry_later``, it
+    retries a message that it would reject, up to that limit. ``source`` becomes a part of each message id, so that
+    other queues may contain the same ids. ``max_delay`` limits the seconds before a retry: to the longest delay of
+    these queues that is not above it, or else to 1 second. Raises ``TypeError`` if ``parameters`` are not those of
+    pika.
     """
 
     def __init__(
@@ -72,12 +74,21 @@ class Consumer:
         batch_wait: float = 0.0,
         prefetch: int | None = None,
         max_attempts: int | None = None,
+        retry_later: Sequence[type[Exception]] = (),
+        source: str | None = None,
         max_delay: float = 300.0,
     ) -> None:
         expect(Parameters, parameters, _PARAMETERS)
         self._prefetch = prefetch_of(prefetch, 20, batch, batch_wait)
         self._batch, self._batch_wait = batch, batch_wait
-        self._settling = new_settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay)
+        self._settling = new_settling(
+            dispatcher,
+            convert,
+            max_attempts=max_attempts,
+            retry_later=retry_later,
+            source=source,
+            max_delay=max_delay,
+        )
         self._parameters, self._queue = parameters, queue
         self._stopping = False
 

@@ -48,7 +48,9 @@ class Consumer:
     ``convert`` builds the event from the data and the attributes ``message_id``, ``type``, ``occurred_at`` and
     ``content_type``. Up to ``batch`` messages, at most 1,000, share one transaction; Pub/Sub decides how many it
     returns. The consumer rejects a message after ``max_attempts`` deliveries; None leaves only the limit of the
-    subscription's dead-letter policy. ``max_delay`` limits the seconds before a retry.
+    subscription's dead-letter policy. After an error of a class in ``retry_later``, it retries a message that it would
+    reject, up to that limit. ``source`` becomes a part of each message id, so that other subscriptions may contain the
+    same ids. ``max_delay`` limits the seconds before a retry.
 
     Raises ``HandlerDefinitionError`` if ``dispatcher`` is not a ``Dispatcher``, and ``TypeError`` for a wrong client.
     """
@@ -63,6 +65,8 @@ class Consumer:
         *,
         batch: int = _MANY,
         max_attempts: int | None = None,
+        retry_later: Sequence[type[Exception]] = (),
+        source: str | None = None,
         max_delay: float = 300.0,
     ) -> None:
         check_batch(batch, most=_MOST, limit="the limit of a request")
@@ -72,7 +76,15 @@ class Consumer:
         self._subscriber: Any = subscriber
         self._publisher: Any = publisher
         self._name = subscription
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="pubsub")
+        self._settling = Settling(
+            dispatcher,
+            convert,
+            max_attempts=max_attempts,
+            retry_later=retry_later,
+            source=source,
+            max_delay=max_delay,
+            broker="pubsub",
+        )
         self._stopping = False
 
     def run(self) -> None:

@@ -50,24 +50,9 @@ def queues_beside(queue: str) -> dict[str, dict[str, Any]]:
     return {**waits, dead_letters(queue): {}}
 
 
-def new_settling(
-    dispatcher: Dispatcher | AsyncDispatcher,
-    convert: Convert,
-    *,
-    max_attempts: int | None,
-    max_delay: float,
-    asynchronous: bool = False,
-) -> Settling:
-    """Return the ``Settling`` of a consumer, limited to the delays of the wait queues."""
-    return Settling(
-        dispatcher,
-        convert,
-        max_attempts=max_attempts,
-        max_delay=max_delay,
-        delays=DELAYS,
-        asynchronous=asynchronous,
-        broker="rabbitmq",
-    )
+def new_settling(dispatcher: Dispatcher | AsyncDispatcher, convert: Convert, **options: Any) -> Settling:
+    """Return the ``Settling`` of a consumer with these options, limited to the delays of the wait queues."""
+    return Settling(dispatcher, convert, delays=DELAYS, broker="rabbitmq", **options)
 
 
 def prefetch_of(prefetch: int | None, default: int, batch: int = 1, batch_wait: float = 0.0) -> int:

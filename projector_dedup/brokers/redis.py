@@ -62,9 +62,11 @@ class Consumer:
     ``convert`` builds the event from the fields ``body``, ``message_id`` and ``type``; the headers are all fields. Up
     to ``batch`` entries that are there share one transaction and one acknowledgement. If fewer are there, the consumer
     waits ``batch_wait`` seconds for more. The consumer rejects an entry after ``max_attempts`` deliveries; None sets no
-    limit. ``max_delay`` limits the seconds before a retry. After ``abandoned_after`` seconds, another process takes
-    over the entries of a process that died. Choose more than a batch takes; otherwise two processes deliver one
-    entry, and one of them finds a duplicate.
+    limit. After an error of a class in ``retry_later``, it retries an entry that it would reject, up to that limit.
+    ``source`` becomes a part of each message id, so that other streams may contain the same ids. ``max_delay`` limits
+    the seconds before a retry. After ``abandoned_after`` seconds, another process takes over the entries of a process
+    that died. Choose more than a batch takes; otherwise two processes deliver one entry, and one of them finds a
+    duplicate.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, ``TypeError`` if ``client`` is not
     a client of redis-py, and ``RefusedError`` for a client with ``decode_responses=True``.
@@ -85,6 +87,8 @@ class Consumer:
         batch: int = 1,
         batch_wait: float = 0.0,
         max_attempts: int | None = None,
+        retry_later: Sequence[type[Exception]] = (),
+        source: str | None = None,
         max_delay: float = 300.0,
         abandoned_after: float = 60.0,
     ) -> None:
@@ -103,7 +107,15 @@ class Consumer:
                 "the client has decode_responses=True, so one body that is not UTF-8 would stop every consumer: give "
                 "a client without it"
             )
-        self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="redis")
+        self._settling = Settling(
+            dispatcher,
+            convert,
+            max_attempts=max_attempts,
+            retry_later=retry_later,
+            source=source,
+            max_delay=max_delay,
+            broker="redis",
+        )
         check_batch(batch, batch_wait)
         self._stream, self._group, self._abandoned_after = stream, group, abandoned_after
         self._batch, self._batch_wait = batch, batch_wait

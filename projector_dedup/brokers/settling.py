@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any, TypeVar
 
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -31,7 +32,7 @@ from ..errors import (
     RetriesExhaustedError,
     UnhandledMessage,
 )
-from ..message import envelope, id_text, logger_of, printable
+from ..message import Message, envelope, id_text, logger_of, printable, valid_source
 from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
@@ -102,14 +103,17 @@ class Settling:
     This class never calls the broker: the consumer acknowledges, retries or rejects as ``Settled`` says. ``convert``
     builds the event from an ``Incoming``. A message is rejected after ``max_attempts`` deliveries; None sets no limit.
     ``max_delay`` limits the seconds before a retry. If the broker supports only certain delays, pass them as ``delays``
-    in ascending order: the limit is then the longest of them up to ``max_delay``, or else the shortest. With
+    in ascending order: the limit is then the longest of them up to ``max_delay``, or else the shortest. After an error
+    of a class in ``retry_later``, a message that would be rejected is retried later, until ``max_attempts``. ``source``
+    becomes part of the id of each message that has no source; None takes the ids as they are. With
     ``asynchronous=True``, pass an ``AsyncDispatcher`` and await ``adeliver`` and ``adeliver_batch``.
 
     The dispatcher's observer receives each result as an observation of the kind ``delivery``, with the name of the
     ``broker``. Call ``kept`` after the broker has confirmed a dead letter.
 
-    Raises ``HandlerDefinitionError`` if the class of the dispatcher does not match ``asynchronous``, ``TypeError`` if
-    ``max_delay`` is not a number, and ``ValueError`` for an argument out of its range.
+    Raises ``HandlerDefinitionError`` if the class of the dispatcher does not match ``asynchronous``, ``TypeError`` for
+    an argument of a wrong type, and ``ValueError`` for one out of its range, or for ``retry_later`` without
+    ``max_attempts``.
     """
 
     def __init__(
@@ -118,6 +122,8 @@ class Settling:
         convert: Convert = json_event,
         *,
         max_attempts: int | None = None,
+        retry_later: Sequence[type[Exception]] = (),
+        source: str | None = None,
         max_delay: float = 300.0,
         delays: Sequence[float] = (),
         asynchronous: bool = False,
@@ -129,6 +135,7 @@ class Settling:
         check_convert(convert)
         if max_attempts is not None and max_attempts < 1:
             raise ValueError("max_attempts is at least 1; None sets no limit")
+        _check_retry_later(retry_later, max_attempts)
         expect((int, float), max_delay, "max_delay is a number of seconds, as in max_delay=5")
         if not max_delay > 0:
             raise ValueError(f"max_delay is a number of seconds above 0, not {max_delay}")
@@ -136,8 +143,9 @@ class Settling:
         self._observing, self._broker = dispatcher._observing, broker
         self._asynchronous = asynchronous
         self._one_by_one = dispatcher._is_building  # what must keep its order, see `deliver_batch`
-        self._convert = convert
-        self._max_attempts = max_attempts
+        check_source(source)
+        self._convert = convert if source is None else with_source(convert, lambda _: source)
+        self._max_attempts, self._retry_later = max_attempts, retry_later
         within = [each for each in delays if each <= max_delay] or delays[:1]
         self._max_delay = max(within, default=max_delay)
 
@@ -267,7 +275,12 @@ class Settling:
                 "the message has no id, so a redelivery could not be detected; the producer must set the "
                 f"{incoming.id_name}. If the body contains the id, give the dispatcher message_id=by_path(...)"
             )
-        verdict = verdict_of(error, attempts=max(incoming.attempt, 1), max_attempts=self._max_attempts)
+        verdict = verdict_of(
+            error,
+            attempts=max(incoming.attempt, 1),
+            max_attempts=self._max_attempts,
+            retry_later=self._retry_later,
+        )
         verdict = replace(verdict, delay=min(verdict.delay, self._max_delay))
         if verdict.action is Action.ACKNOWLEDGE:  # of a command in convert: the event was not delivered
             verdict = replace(verdict, action=Action.REJECT)
@@ -301,7 +314,10 @@ class Settling:
 
     def _label(self, error: BaseException, verdict: Verdict, *, read: bool) -> Reason:
         """Return the reason for metrics. ``read`` is False if ``convert`` raised the error."""
-        if verdict.action is Action.REJECT and verdict_of(error).action in (Action.RETRY_NOW, Action.RETRY_LATER):
+        if verdict.action is Action.REJECT and verdict_of(error, retry_later=self._retry_later).action in (
+            Action.RETRY_NOW,
+            Action.RETRY_LATER,
+        ):
             return "max_attempts"
         decisive = verdict.error
         for classes, reason in _REASONS:
@@ -345,6 +361,47 @@ def expect(kind: type | tuple[type, ...], value: object, said: str) -> None:
     if not isinstance(value, kind):
         given = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise TypeError(f"{said}, not {given}")
+
+
+def check_source(source: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a ``source`` that is neither None nor a text that an id can contain."""
+    expect((str, NoneType), source, 'source is text, as in source="payments", or None to take the ids as they are')
+    if source is not None:
+        valid_source(source)
+
+
+def with_source(convert: Convert, source_of: Callable[[Incoming], str | None]) -> Convert:
+    """Return ``convert`` with a source for each message that has none: the only place where a consumer adds one."""
+
+    def converted(incoming: Incoming) -> Message:
+        event = convert(incoming)
+        message = event if isinstance(event, Message) else Message(None, event)
+        source = None if message.has_source or message.source is not None else source_of(incoming)
+        return message if source is None else replace(message, source=source)
+
+    return converted
+
+
+def undeclared(several: str) -> str:
+    """Return the error for a consumer of ``several`` whose ``source`` is not declared."""
+    return (
+        f"a consumer of {several} needs source=, because two of them may contain the same id, and then the second "
+        "message would be lost as a duplicate. source=None takes the ids as they are, if no two contain the same; "
+        'source="payments" makes one source a part of all ids'
+    )
+
+
+def _check_retry_later(classes: object, max_attempts: int | None) -> None:
+    """Raise ``TypeError`` if ``retry_later`` has anything but classes of errors, ``ValueError`` without a limit."""
+    if not isinstance(classes, (list, tuple)) or not all(
+        isinstance(each, type) and issubclass(each, Exception) for each in classes
+    ):
+        raise TypeError(f"retry_later is a tuple of classes of errors, as in (IntegrityError,), not {classes!r}")
+    if classes and max_attempts is None:
+        raise ValueError(
+            "retry_later needs max_attempts, as in max_attempts=10: without it, a message whose error stays would be "
+            "retried for ever"
+        )
 
 
 def _reason(error: BaseException) -> str:

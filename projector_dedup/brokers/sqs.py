@@ -49,7 +49,9 @@ class Consumer:
     ``convert`` builds the event from the body and the attributes ``message_id``, ``type``, ``occurred_at`` and
     ``content_type``. Up to ``batch`` messages share one transaction; SQS returns at most 10. If fewer are there, the
     consumer waits ``batch_wait`` seconds for more. The consumer rejects a message after ``max_attempts`` receives,
-    counted by SQS; None sets no limit. ``max_delay`` limits the seconds before a retry.
+    counted by SQS; None sets no limit. After an error of a class in ``retry_later``, it retries a message that it would
+    reject, up to that limit. ``source`` becomes a part of each message id, so that other queues may contain the same
+    ids. ``max_delay`` limits the seconds before a retry.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` if ``client`` is
     not a client of boto3.
@@ -65,6 +67,8 @@ class Consumer:
         batch: int = _MANY,
         batch_wait: float = 0.0,
         max_attempts: int | None = None,
+        retry_later: Sequence[type[Exception]] = (),
+        source: str | None = None,
         max_delay: float = 300.0,
     ) -> None:
         expect(BaseClient, client, _CLIENT)
@@ -72,7 +76,15 @@ class Consumer:
         self._batch, self._batch_wait = batch, batch_wait
         self._client: Any = client  # boto3 creates the methods at run time
         self._url = queue_url
-        self._settling = _settling(dispatcher, convert, max_attempts, max_delay)
+        self._settling = Settling(
+            dispatcher,
+            convert,
+            max_attempts=max_attempts,
+            retry_later=retry_later,
+            source=source,
+            max_delay=max_delay,
+            broker="sqs",
+        )
         self._stopping = False
 
     def run(self) -> None:
@@ -99,6 +111,8 @@ def lambda_handler(
     convert: Convert = json_event,
     *,
     max_attempts: int | None = None,
+    retry_later: Sequence[type[Exception]] = (),
+    source: str | None = None,
     max_delay: float = 300.0,
 ) -> Callable[[Mapping[str, Any], object], dict[str, list[dict[str, str]]]]:
     """Return a handler for AWS Lambda that settles the messages of each invocation like ``Consumer``.
@@ -109,13 +123,22 @@ def lambda_handler(
 
     The handler returns ``batchItemFailures``: the messages that SQS must deliver again. Lambda deletes all others.
     **Give the event source mapping the function response type ReportBatchItemFailures.** Without it, Lambda deletes all
-    messages of the batch, and the failed messages are lost.
+    messages of the batch, and the failed messages are lost. If a function has several queues, make a handler for each,
+    with its ``source``.
 
     If boto3 fails, the handler raises its error. Lambda then delivers the whole batch again, and the applied messages
     are duplicates.
     """
     expect(BaseClient, client, _CLIENT)
-    settling = _settling(dispatcher, convert, max_attempts, max_delay)
+    settling = Settling(
+        dispatcher,
+        convert,
+        max_attempts=max_attempts,
+        retry_later=retry_later,
+        source=source,
+        max_delay=max_delay,
+        broker="sqs",
+    )
     queues: dict[str, _Queue] = {}
 
     def handler(event: Mapping[str, Any], context: object = None) -> dict[str, list[dict[str, str]]]:  # noqa: ARG001
@@ -198,10 +221,6 @@ class _Queue:
             except ClientError:  # the reason may make the message too long; any other error occurs again below
                 pass
         return _send(self._client, self._dead, message, attributes)
-
-
-def _settling(dispatcher: Dispatcher, convert: Convert, max_attempts: int | None, max_delay: float) -> Settling:
-    return Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="sqs")
 
 
 def _receive(client: Any, url: str, seconds: int, most: int = _MANY) -> list[_Message]:

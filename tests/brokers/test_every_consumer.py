@@ -143,6 +143,27 @@ def test_a_message_that_is_always_early_is_rejected_in_the_end(
     assert consumer.queue.left() == 0
 
 
+def test_an_error_that_is_named_is_retried_and_no_longer_than_the_limit(consumer: Adapter) -> None:
+    """A message before the one that it refers to: applied when that has come; a dead letter if it never comes."""
+    called: list[object] = []
+    named = {"retry_later": (LookupError,), "max_attempts": 3, "max_delay": 0.2}
+
+    def fail() -> None:
+        called.append(None)
+        raise KeyError("no such account")
+
+    RULES.update(b=fail, c=lambda: called or fail())  # c is there once b was tried
+    consumer.pay((1, "b"))
+    consumer.consume_until(lambda: len(consumer.queue.dead()) == 1, **named)
+    assert len(called) > 1
+    assert consumer.queue.letters() == {payment(1, "b"): "KeyError: 'no such account'"}
+    called.clear()
+    consumer.pay((2, "c"))
+    consumer.consume_until(consumer.settled({"c": 1}), **named)
+    assert len(called) == 1
+    assert len(consumer.queue.dead()) == 1
+
+
 def test_every_delivery_is_observed_with_its_broker_and_its_reason(consumer: Adapter) -> None:
     """What no handler got, too: a body that cannot be read, and a missing id. Dead letters once each."""
     NOTES.all.clear()
@@ -233,6 +254,32 @@ def test_an_id_in_the_body_stays_the_only_one(consumer: Adapter) -> None:
     assert payments.markers(consumer.engine) == {"p1"}
 
 
+def test_the_same_ids_of_two_sources_are_applied_each(consumer: Adapter) -> None:
+    """Beside the body or in it. A delay, the dead letters and a replay keep the source: each is its own duplicate."""
+    called: list[object] = []
+
+    def fail() -> None:
+        called.append(None)
+        raise Defer("not yet") if len(called) == 1 else ValueError("poison")
+
+    def is_dead_and_others_applied() -> bool:
+        return len(consumer.queue.dead()) == 1 and consumer.queue.left() == 0 and consumer.applied[0]["a"] == 2 * count
+
+    for count, source in enumerate(("first", "second"), 1):
+        called.clear()
+        RULES["b"] = fail
+        consumer.pay((1, "a"), (2, "b"))
+        consumer.queue.publish([Sent(None, payment(3, "a"))])
+        consumer.consume_until(is_dead_and_others_applied, source=source, max_delay=0.2)
+        RULES.clear()
+        assert consumer.queue.replay() == 1
+        consumer.pay((2, "b"))
+        consumer.consume_until(consumer.settled({"a": 2 * count, "b": count}), source=source)
+    assert payments.markers(consumer.engine) == {
+        f"{len(source)}:{source}2:p{number}" for source in ("first", "second") for number in (1, 2, 3)
+    }
+
+
 NO_JSON = ("InvalidMessageError: the ", "DecodeError: ")  # by this library, and by Celery
 NO_ID = Sent(None, b'{"type": "payment", "account": "a", "amount": 1}')
 GARBAGE: dict[Sent, str | tuple[str, ...]] = {
@@ -316,6 +363,12 @@ def test_what_a_consumer_does_not_take_is_refused_when_it_is_made(consumer: Adap
     with pytest.raises(HandlerDefinitionError, match=f"takes {takes}, not"):
         consumer.make(plain if consumer.is_awaited else awaited)
     wrong: dict[str, Any]
-    for wrong in ({"max_attempts": 0}, {"max_delay": 0}, {"convert": payments.Balance}):
+    for wrong in (
+        {"max_attempts": 0},
+        {"max_delay": 0},
+        {"convert": payments.Balance},
+        {"retry_later": (LookupError,)},
+        {"source": ""},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             consumer.make(awaited if consumer.is_awaited else plain, **wrong)

@@ -4,7 +4,8 @@ What every consumer promises is in `test_every_consumer.py`.
 The cluster is librdkafka's mock: see `kafka_cluster.py` for what it is not.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
@@ -13,17 +14,21 @@ from confluent_kafka import KafkaException, TopicPartition
 
 import payments
 from adapters import KAFKA, KafkaTopic, adapter
-from consumer_rig import wait_for
+from consumer_rig import Sent, wait_for
 from databases import Database
 from kafka_cluster import MESSAGE_TOO_LARGE, NOT_AUTHORIZED, PRODUCE, UNKNOWN_TOPIC, KafkaCluster, kafka_cluster
 from kafka_garbage import produce
-from kafka_rig import headers_of
+from kafka_rig import Kafka, headers_of
 from payments import RULES, payment
 from projector_dedup import Defer, Message
 from projector_dedup.brokers import kafka as plug
 from projector_dedup.brokers.incoming import Incoming, text_of
 from projector_dedup.brokers.kafka import ATTEMPT, NOT_BEFORE, OCCURRED, Consumer, begin, replay
 from projector_dedup.errors import RefusedError
+from projector_dedup.message import stored_id
+
+ONCE = pytest.mark.parametrize("batch", [1, 6])
+"""One message in a transaction, or several, of both topics."""
 
 FAR = {NOT_BEFORE: "99999999999999"}  # a header by which a message waits, for some thousand years
 
@@ -81,6 +86,89 @@ def test_whatever_a_client_sends_into_the_retry_topic_is_applied_delayed_or_a_de
 
 
 UNREADABLE: list[tuple[bytes, bytes | None]] = [(b"message_id", b"m2"), (b"caf\xe9", b"1")]
+
+
+@pytest.fixture
+def other(rig: KafkaTopic, cluster: KafkaCluster) -> Iterator[Kafka]:
+    """Another topic, of which the same group is to consume."""
+    with contextlib.closing(Kafka(cluster, beside=rig.queue)) as made:
+        yield made
+
+
+@ONCE
+def test_two_topics_whose_producers_count_from_one_are_applied_each(rig: KafkaTopic, other: Kafka, batch: int) -> None:
+    """A copy to retry, a dead letter and its replay keep the source: whatever comes again is a duplicate of itself."""
+    both = (rig.queue, other)
+    options: dict[str, Any] = {
+        "topics": [each.topic for each in both],
+        "source": {rig.queue.topic: "first", other.topic: "second"},
+        "batch": batch,
+    }
+    failed: list[object] = []
+
+    def fail() -> None:
+        failed.append(None)
+        raise Defer("not yet") if len(failed) <= 2 else ValueError("poison")
+
+    def settled(balances: dict[str, int]) -> Callable[[], bool]:
+        return lambda: rig.applied == (balances, sum(balances.values())) and all(each.left() == 0 for each in both)
+
+    RULES["b"] = fail
+    sent = [*(Sent(f"p{number}", payment(number, "a")) for number in (1, 2, 3)), Sent("p4", payment(4, "b"))]
+    for each in both:
+        each.publish(sent)
+    rig.consume_until(lambda: settled({"a": 6})() and all(len(each.dead()) == 1 for each in both), **options)
+    RULES.clear()
+    assert [each.replay() for each in both] == [1, 1]
+    rig.consume_until(settled({"a": 6, "b": 2}), **options)
+    for each in both:
+        each.publish(sent)
+    rig.consume_until(settled({"a": 6, "b": 2}), **options)
+    assert payments.markers(rig.engine) == {
+        stored_id(each.id, source) for each in sent for source in ("first", "second")
+    }
+
+
+@ONCE
+@pytest.mark.parametrize("source", [None, "both"])
+def test_two_topics_that_are_declared_to_be_one_source_share_their_ids(
+    rig: KafkaTopic, other: Kafka, batch: int, source: str | None
+) -> None:
+    """An event that an outbox publishes to both is one message."""
+    for each in (rig.queue, other):
+        each.publish([Sent("p1", payment(1))])
+    topics = [rig.queue.topic, other.topic]
+    rig.consume_until(lambda: rig.settled({"a": 1})() and other.left() == 0, topics=topics, source=source, batch=batch)
+    assert payments.markers(rig.engine) == {stored_id("p1", source)}
+
+
+def test_a_topic_that_joins_another_changes_no_id_of_it(rig: KafkaTopic, other: Kafka) -> None:
+    """The first one keeps its ids as they are, by declaration; a consumer of one topic needs none."""
+    rig.queue.publish([Sent("p1", payment(1))])
+    rig.consume_until(rig.settled({"a": 1}))
+    for each in (rig.queue, other):
+        each.publish([Sent("p1", payment(1))])
+    source = {rig.queue.topic: None, other.topic: "other"}
+    options: dict[str, Any] = {"topics": [*source], "source": source}
+    rig.consume_until(lambda: rig.settled({"a": 2})() and other.left() == 0, **options)
+    assert payments.markers(rig.engine) == {"p1", "5:other2:p1"}
+
+
+def test_several_topics_need_a_declared_source(rig: KafkaTopic) -> None:
+    """The consumer is not made, and names the choices. A topic that is named twice is one."""
+    dispatcher = payments.dispatcher(rig.engine)
+    with pytest.raises(ValueError, match="several topics needs source=") as refused:
+        Consumer(rig.queue.config, ["payments", "refunds"], dispatcher)
+    choices = ("source=None", 'source="payments"', 'source={"payments": "payments", "refunds": "refunds"}')
+    assert [each for each in choices if each not in str(refused.value)] == []
+    Consumer(rig.queue.config, ["payments", "payments"], dispatcher)
+    wrong: Any
+    for wrong in ({"payments": "payments"}, {"payments": "p", "refunds": "r", "refund": "r"}, {}):
+        with pytest.raises(ValueError, match="source has a source or None for each topic"):
+            Consumer(rig.queue.config, ["payments", "refunds"], dispatcher, source=wrong)
+    for wrong in (7, ["payments"], {"payments": 7, "refunds": None}, {"payments": ..., "refunds": ...}):
+        with pytest.raises(TypeError, match=r'source is text, as in source="payments", or None'):
+            Consumer(rig.queue.config, ["payments", "refunds"], dispatcher, source=wrong)
 
 
 def test_headers_that_cannot_be_read_end_the_consumer_which_names_their_message(rig: KafkaTopic) -> None:

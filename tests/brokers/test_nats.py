@@ -98,6 +98,23 @@ def test_a_consumer_that_would_lose_messages_is_refused(rig: Nats, setting: dict
         rig.consume_until(lambda: False)
 
 
+def test_a_stream_with_several_subjects_needs_a_declared_source(rig: Nats) -> None:
+    """Or one subject of it. The consumer creates nothing before that; a stream with one subject needs none."""
+    names = [f"{rig.queue.stream}.all", f"{rig.queue.stream}.other"]
+    rig.queue.ask(lambda streams: streams.update_stream(name=rig.queue.stream, subjects=names))
+    for rig.queue.subject in names:
+        rig.pay((1, "a"))
+    with pytest.raises(RefusedError, match=r"several subjects needs source=.* source=None .* with its subject="):
+        rig.consume_until(lambda: False, subject=None)
+    with pytest.raises(NotFoundError):
+        rig.queue.ask(lambda streams: streams.consumer_info(rig.queue.stream, DURABLE))
+    rig.consume_until(rig.settled({"a": 1}), subject=None, source=None)
+    assert payments.markers(rig.engine) == {"p1"}
+    rig.queue.ask(lambda streams: streams.update_stream(name=rig.queue.stream, subjects=names[1:]))
+    rig.pay((2, "a"))
+    rig.consume_until(rig.settled({"a": 2}), subject=None)
+
+
 @pytest.mark.parametrize(
     ("limits", "flaw"), [({"max_msgs": 10}, "discards the oldest"), ({"subjects": ["elsewhere.dead"]}, "subjects")]
 )

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import create_engine, text
+from psycopg.errors import ForeignKeyViolation
+from sqlalchemy import ForeignKey, create_engine, select, text
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 from sqlalchemy.util import await_only
 
 import payments
 from databases import Database
 from incoming_garbage import ATTRIBUTES, BODIES, HEADERS
-from payments import RULES, AsyncPayments, Payments
-from projector_dedup import AsyncDispatcher, Defer, Dispatcher, on, projector
+from payments import NOTES, RULES, AsyncPayments, Payments
+from projector_dedup import AsyncDispatcher, Defer, Dispatcher, make_tables, on, projector
 from projector_dedup.brokers.incoming import Incoming, cloudevent, json_event, json_of
 from projector_dedup.brokers.settling import Settled, Settling
 from projector_dedup.commands import DuplicateCommandError
@@ -198,6 +200,91 @@ def test_the_delay_grows_with_the_brokers_count(rig: Rig) -> None:
     assert [rig.settle(each)[0].delay for each in deliveries] == [1.0, 5.0, 30.0, 300.0, 300.0]
     rejected = [rig.settle(each, max_attempts=4)[0].reject for each in deliveries]
     assert rejected == [False, False, False, True, True]
+
+
+class _Base(DeclarativeBase):
+    """A read model with a foreign key."""
+
+
+class _Account(_Base):
+    __tablename__ = "account"
+    name: Mapped[str] = mapped_column(primary_key=True)
+
+
+class _Entry(_Base):
+    __tablename__ = "entry"
+    number: Mapped[str] = mapped_column(primary_key=True)
+    account: Mapped[str] = mapped_column(ForeignKey("account.name"))
+
+
+make_tables(_Base.metadata)
+
+
+@projector(idempotent=True, name="ledger")
+class _Ledger:
+    @on("opened")
+    def opened(self, event: Any, session: Session) -> None:
+        session.add(_Account(name=event["account"]))
+
+    @on("booked")
+    def booked(self, event: Any, session: Session) -> None:
+        session.add(_Entry(number=event["number"], account=event["account"]))
+
+
+@BATCH
+@pytest.mark.parametrize("named", [IntegrityError, ForeignKeyViolation, DBAPIError], ids=lambda each: each.__name__)
+def test_a_child_that_comes_before_its_parent_is_retried_by_name(
+    postgresql: Database, named: type[Exception], batch: bool
+) -> None:
+    """By SQLAlchemy's class, the driver's, or a base; at the limit, and where nobody named it, it is a dead letter."""
+    engine = create_engine(postgresql.url())
+    _Base.metadata.create_all(engine)
+    NOTES.all.clear()
+    dispatcher = Dispatcher(sessionmaker(engine), _Ledger(), observer=NOTES)
+
+    def settled(*incoming: Incoming, **options: Any) -> list[Settled]:
+        settling = Settling(dispatcher, **options)
+        return settling.deliver_batch(incoming) if batch else [settling.deliver(each) for each in incoming]
+
+    def child(number: int, attempt: int = 1) -> Incoming:
+        body = json.dumps({"account": "UA", "number": str(number)}).encode()
+        return Incoming(body, f"c{number}", "booked", attempt=attempt)
+
+    limited = {"retry_later": (named,), "max_attempts": 3}
+    first, second = settled(child(1), child(2, attempt=2), **limited)
+    assert [(each.acknowledge, each.reject, each.delay) for each in (first, second)] == [
+        (False, False, 1.0),
+        (False, False, 5.0),
+    ]
+    assert first.label == "database"
+    (last,) = settled(child(2, attempt=3), **limited)
+    assert (last.reject, last.label) == (True, "max_attempts")
+    (unnamed,) = settled(child(3), retry_later=(LookupError,), max_attempts=3)
+    assert (unnamed.reject, unnamed.label) == (True, "database")
+    assert [(each.outcome, each.reason) for each in NOTES.all if each.kind == "delivery"] == [
+        ("retried", "database"),
+        ("retried", "database"),
+        ("rejected", "max_attempts"),
+        ("rejected", "database"),
+    ]
+    parent = Incoming(b'{"account": "UA"}', "p1", "opened")
+    assert [each.acknowledge for each in settled(parent, child(1, attempt=2), **limited)] == [True, True]
+    with Session(engine) as session:
+        assert [*session.scalars(select(_Entry.number))] == ["1"]
+    engine.dispose()
+
+
+def test_what_retry_later_cannot_be_is_refused(sqlite: Database) -> None:
+    """A message whose error stays would be retried for ever; a name, an object or a stop of the worker is no class."""
+    rig = Rig(sqlite, asynchronous=False)
+    dispatcher = Dispatcher(sessionmaker(rig.engine), Payments())
+    with pytest.raises(ValueError, match="retry_later needs max_attempts"):
+        Settling(dispatcher, retry_later=(KeyError,))
+    wrong: Any
+    for wrong in (KeyError, "KeyError", ("KeyError",), (KeyError("carrier"),), (KeyboardInterrupt,), (int,), None):
+        with pytest.raises(TypeError, match="retry_later is a tuple of classes of errors"):
+            Settling(dispatcher, retry_later=wrong, max_attempts=3)
+    Settling(dispatcher, retry_later=[KeyError], max_attempts=1)
 
 
 def test_no_delay_is_longer_than_its_bound(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from projector_dedup.late import PRUNED_UNTIL
 from projector_dedup.maintenance.cleanup import declare_horizon
 from projector_dedup.maintenance.rows import find, forget
 from projector_dedup.maintenance.state import write_state
+from projector_dedup.message import stored_id
 
 ODD = "pay\nment 1\u202e"
 HOUR = timedelta(hours=1)
@@ -116,6 +117,32 @@ def test_show_prints_a_line_for_each_handler(engine: Engine) -> None:
     for row, name in zip(rows, [r"a\t.add", "b.add"], strict=True):
         assert row.startswith(f"{name} ")
         assert all(moment in row for moment in moments)
+
+
+@on_one_database
+def test_a_message_of_a_source_is_shown_and_forgotten_by_its_source(engine: Engine) -> None:
+    """Or by the stored id, which the log lines contain; the same id without a source is another message."""
+    stored = stored_id("7", "payments")
+    where = {"PROJECTOR_DEDUP_DATABASE_URL": url_of(engine)}
+    fill(engine, (stored, "a.add"), ("7", "b.add"))
+    shown = idempotency("show", "7", "--source", "payments", **where)
+    assert shown.stdout.startswith("Message 7 of source payments:")
+    assert "a.add" in shown.stdout
+    assert "b.add" not in shown.stdout
+    assert "a.add" in idempotency("show", stored, **where).stdout
+    lacking = idempotency("show", "7", "--source", "refunds", **where)
+    assert lacking.returncode == 1
+    assert "no marker of message 7 of source refunds" in lacking.stderr
+    done = idempotency("forget", "7", "--source", "payments", "--yes", **where)
+    assert done.returncode == 0, done.stderr
+    assert left(engine) == {("7", "b.add")}
+    for arguments, says in (
+        (("show", "7", "--source", ""), "must not be empty"),
+        (("show", "k", "--source", "payments", "--commands"), "--source is only for messages"),
+    ):
+        wrong = idempotency(*arguments, **where)
+        assert wrong.returncode == 2
+        assert says in wrong.stderr
 
 
 @on_one_database

@@ -11,8 +11,10 @@ from sqlalchemy import Engine, event, select
 from sqlalchemy.orm import Session
 
 from databases import Database
+from projector_dedup import Message
 from projector_dedup.errors import InvalidMessageIdError
 from projector_dedup.markers import claim
+from projector_dedup.message import cloudevents, id_text, stored_id
 from projector_dedup.tables import ProcessedMessage
 from ready import engine_on
 
@@ -111,6 +113,51 @@ def test_every_text_is_an_id_or_refused(text: str) -> None:
     with pytest.raises((RuntimeError, InvalidMessageIdError)) as outcome:
         claim(Stop(), text, HANDLER)
     assert (outcome.value is sentinel) is _is_id(text)
+
+
+def parts_of(stored: str) -> list[str]:
+    """Take a stored id apart by the documented rule: each part follows its number of characters and a colon."""
+    parts = []
+    while stored:
+        size, _, rest = stored.partition(":")
+        parts.append(rest[: int(size)])
+        stored = rest[int(size) :]
+    return parts
+
+
+PARTS = st.one_of(LIKELY, st.text("0123456789:", min_size=1, max_size=6), ANY)
+
+
+@given(source=PARTS, message_id=PARTS)
+@example(source="1:a", message_id="1:a")
+@example(source="\U0001f600", message_id="7")
+def test_a_stored_id_gives_its_source_and_its_id_back(source: str, message_id: str) -> None:
+    """So two pairs never have one stored id; an event of CloudEvents with this source has the same."""
+    stored = stored_id(message_id, source)
+    assert parts_of(stored) == [source, message_id]
+    assert stored == cloudevents({"source": source, "id": message_id})
+    assert id_text(Message(message_id, None, source=source)) == stored
+    assert stored_id(message_id) == message_id
+    assert (source in stored, message_id in stored) == (True, True)  # readable
+
+
+@given(pairs=st.lists(st.tuples(st.one_of(st.none(), PARTS), PARTS), min_size=2, max_size=2, unique=True))
+def test_two_ids_share_a_stored_one_only_if_one_has_no_source_and_is_written_like_the_other(
+    pairs: list[tuple[str | None, str]],
+) -> None:
+    """The one exception that the docstring states."""
+    (one, first), (two, second) = pairs
+    if stored_id(first, one) == stored_id(second, two):
+        assert [one, two].count(None) == 1
+        assert stored_id(first, one) in (first, second)
+
+
+@given(source=st.one_of(no_id().filter(lambda value: value is not None)))
+def test_what_is_no_id_is_no_source(source: object) -> None:
+    """Refused by name, in a message with an id and in one whose id is in its body."""
+    for message_id in ("7", None):
+        with pytest.raises(InvalidMessageIdError):
+            Message(message_id, None, source=cast(Any, source))
 
 
 def test_a_subclass_of_str_is_taken_by_its_text(engine: Engine) -> None:

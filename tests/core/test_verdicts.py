@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from asyncpg import ForeignKeyViolationError, UniqueViolationError
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm.exc import StaleDataError
 
+from databases import Database
 from projector_dedup import Defer, errors
 from projector_dedup.commands import errors as errors_of_commands
 from projector_dedup.commands.errors import (
@@ -81,6 +86,19 @@ ANSWERS: list[tuple[BaseException, Action]] = [
 ]
 
 
+def raised_from(cause: BaseException, *, hidden: bool = False) -> Exception:
+    """Return the error of a handler that has met ``cause``."""
+    try:
+        try:
+            raise cause
+        except BaseException:  # noqa: BLE001
+            if hidden:
+                raise ValueError("no rate") from None
+            raise ValueError("no rate")  # noqa: B904  # as a user may write it
+    except ValueError as error:
+        return error
+
+
 @pytest.mark.parametrize(("error", "action"), ANSWERS, ids=lambda value: type(value).__name__)
 def test_an_error_has_one_answer(error: BaseException, action: Action) -> None:
     """On the first delivery; only `RETRY_LATER` has a delay."""
@@ -117,6 +135,45 @@ def test_of_several_the_retry_wins() -> None:
     assert verdict_of(ExceptionGroup("of a TaskGroup", [ExceptionGroup("inner", [later]), poison])).error is later
 
 
+def test_an_error_that_the_application_names_is_retried_where_it_would_be_rejected() -> None:
+    """Wrapped, or one of several, too. What is retried anyway stays so: a name sets no limit that was not there."""
+    named = (LookupError,)
+    for error in (KeyError("rate"), raised_from(KeyError("rate"))):
+        verdict = verdict_of(error, retry_later=named)
+        assert (verdict.action, verdict.delay) == (LATER, 1.0)
+        assert isinstance(verdict.error, KeyError)
+        assert verdict_of(error, attempts=3, max_attempts=3, retry_later=named).action is REJECT
+        assert verdict_of(error, retry_later=(ArithmeticError,)).action is REJECT
+    several = DeliveryFailed("two", [ValueError("amount"), KeyError("rate")], Delivery("1"))
+    assert verdict_of(several, retry_later=named).action is LATER
+    assert verdict_of(several, retry_later=(ValueError,)).error is several.exceptions[0]
+    everything = (Exception,)
+    for error in (MissingTableError("create them"), InProgress("held"), raised_from(MissingTableError("create them"))):
+        assert verdict_of(error, attempts=9, max_attempts=9, retry_later=everything).action is LATER
+    assert verdict_of(OvertakenError(), retry_later=everything).action is NOW
+    assert verdict_of(InvalidMessageIdError("no id"), retry_later=everything).action is LATER
+
+
+def test_the_error_of_asyncpg_can_be_named(postgresql: Database) -> None:
+    """SQLAlchemy has it behind an error of its own adapter."""
+
+    async def violate() -> IntegrityError:
+        engine = create_async_engine(postgresql.async_url.set(drivername="postgresql+asyncpg"))
+        try:
+            async with engine.begin() as connection:
+                await connection.execute(text("CREATE TABLE parent (x int PRIMARY KEY)"))
+                await connection.execute(text("CREATE TABLE child (x int REFERENCES parent)"))
+                with pytest.raises(IntegrityError) as raised:
+                    await connection.execute(text("INSERT INTO child VALUES (1)"))
+                return raised.value
+        finally:
+            await engine.dispose()
+
+    error = asyncio.run(violate())
+    assert verdict_of(error, retry_later=(ForeignKeyViolationError,)).action is LATER
+    assert verdict_of(error, retry_later=(UniqueViolationError,)).action is REJECT
+
+
 def test_at_once_is_said_once() -> None:
     """A conflict that a second delivery meets again is given time."""
     assert verdict_of(OvertakenError()).action is Action.RETRY_NOW
@@ -126,17 +183,6 @@ def test_at_once_is_said_once() -> None:
 
 def test_a_cause_decides_for_an_error_that_nobody_knows() -> None:
     """Whether the handler wrote `from` or not; `from None` hides the cause, and a stopped worker is no cause."""
-
-    def raised_from(cause: BaseException, *, hidden: bool = False) -> Exception:
-        try:
-            try:
-                raise cause
-            except BaseException:  # noqa: BLE001
-                if hidden:
-                    raise ValueError("no rate") from None
-                raise ValueError("no rate")  # noqa: B904  # as a user may write it
-        except ValueError as error:
-            return error
 
     assert verdict_of(raised_from(ConnectionRefusedError())).action is Action.RETRY_LATER
     assert verdict_of(raised_from(KeyError("rate"))).action is Action.REJECT

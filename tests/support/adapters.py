@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import nats
@@ -472,9 +472,9 @@ class KafkaTopic(_Plain):
         """The environment of a process that consumes the queue."""
         return self.queue.settings
 
-    def make(self, dispatcher: Any, **options: Any) -> kafka.Consumer:
-        """Make a consumer."""
-        return kafka.Consumer(self.queue.config, [self.queue.topic], dispatcher, **options)
+    def make(self, dispatcher: Any, *, topics: Sequence[str] = (), **options: Any) -> kafka.Consumer:
+        """Make a consumer, of one topic or of these."""
+        return kafka.Consumer(self.queue.config, topics or [self.queue.topic], dispatcher, **options)
 
     def send_strange(self, topic: str = "") -> int:
         """Publish headers, values and timestamps that no client writes."""

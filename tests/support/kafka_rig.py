@@ -21,13 +21,13 @@ Headers = Mapping[str, str | bytes | None]
 
 
 class Kafka:
-    """One topic with a name of its own, and a group that has begun to consume it."""
+    """One topic with a name of its own, and a group that has begun to consume it: its own, or that ``beside`` it."""
 
-    def __init__(self, cluster: KafkaCluster) -> None:
+    def __init__(self, cluster: KafkaCluster, beside: Kafka | None = None) -> None:
         self.topic = f"flights-{secrets.token_hex(3)}"
         self.config: dict[str, Any] = {
             "bootstrap.servers": cluster.brokers,
-            "group.id": f"airlines-{secrets.token_hex(3)}",
+            "group.id": beside.config["group.id"] if beside else f"airlines-{secrets.token_hex(3)}",
             "session.timeout.ms": 2000,  # after which the mock notices that a consumer was killed
             "heartbeat.interval.ms": 300,
             "auto.commit.interval.ms": 500,

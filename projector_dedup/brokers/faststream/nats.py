@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from faststream.nats import JStream, NatsBroker, PullSub
@@ -30,6 +31,8 @@ def subscribe(
     in_flight: int = 10,
     batch: int | None = None,
     max_attempts: int | None = None,
+    retry_later: Sequence[type[Exception]] = (),
+    source: str | None = None,
     max_delay: float = 300.0,
     ack_wait: float = 30.0,
 ) -> None:
@@ -47,7 +50,13 @@ def subscribe(
     ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``.
     """
     # Refuses now what it would refuse later. Delivers the messages of a test broker, which starts no consumer.
-    settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True)
+    settings: dict[str, Any] = {
+        "max_attempts": max_attempts,
+        "retry_later": retry_later,
+        "source": source,
+        "max_delay": max_delay,
+    }
+    settling = Settling(dispatcher, convert, **settings, asynchronous=True)
     subscriber = broker.subscriber(
         subject,
         stream=JStream(stream, declare=False),
@@ -64,8 +73,7 @@ def subscribe(
             subscriber.connection,
             *(stream, durable, dispatcher, convert),
             subject=subject,
-            max_attempts=max_attempts,
-            max_delay=max_delay,
+            **settings,
             ack_wait=ack_wait,
         )
         await consumer.open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
@@ -31,6 +32,8 @@ def subscribe(
     *,
     prefetch: int = 10,
     max_attempts: int | None = None,
+    retry_later: Sequence[type[Exception]] = (),
+    source: str | None = None,
     max_delay: float = 300.0,
 ) -> None:
     """Deliver the messages of a queue to a dispatcher while the broker runs. Call it before you start the broker.
@@ -42,12 +45,20 @@ def subscribe(
     ``declare=False`` if the broker must not declare it.
 
     ``convert`` makes the event of a message; FastStream decodes nothing. ``prefetch`` messages are delivered at the
-    same time. A message is rejected after ``max_attempts`` deliveries; None sets no limit. It waits in the queue with
-    the longest delay of at most ``max_delay`` seconds, or else in the first one. Raises ``HandlerDefinitionError`` for
-    a dispatcher that is not an ``AsyncDispatcher``.
+    same time. A message is rejected after ``max_attempts`` deliveries; None sets no limit. After an error of a class in
+    ``retry_later``, a message that would be rejected is retried, up to that limit. ``source`` becomes a part of each
+    message id, so that other queues may contain the same ids. It waits in the queue with the longest delay of at most
+    ``max_delay`` seconds, or else in the first one. Raises ``HandlerDefinitionError`` for a dispatcher that is not an
+    ``AsyncDispatcher``.
     """
     prefetch = prefetch_of(prefetch, 10)
-    settling = new_settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, asynchronous=True)
+    settings: dict[str, Any] = {
+        "max_attempts": max_attempts,
+        "retry_later": retry_later,
+        "source": source,
+        "max_delay": max_delay,
+    }
+    settling = new_settling(dispatcher, convert, **settings, asynchronous=True)
     work = RabbitQueue(queue, durable=True) if isinstance(queue, str) else queue
     beside: dict[str, Any] = queues_beside(work.name)
     for name, arguments in beside.items():  # without a handler, a queue is declared and not consumed
