@@ -16,6 +16,7 @@ from .errors import InvalidMessageError, InvalidMessageIdError, RefusedError
 
 MAX_MESSAGE_ID_BYTES = 512
 MAX_HANDLER_BYTES = 255
+DIGEST_BYTES = 16
 
 Route = type | str
 """The type of a message, a class or a name. The dispatcher finds the handlers of the message by it."""
@@ -41,14 +42,19 @@ class Message:
     - ``type``: a class or a name, by which the dispatcher finds the handlers. If it is None, the dispatcher uses the
       type that its ``type=`` finds in ``body``, else the class of ``body``.
     - ``occurred_at``: when the event occurred, with a time zone. The library stores it in the marker.
+    - ``digest``: a hash of the bytes of the body, such as ``hashlib.sha256(raw).digest()``, of at least 16 bytes. The
+      library stores the first 16 bytes in the marker. A duplicate with another digest has another body
+      (``Dispatcher(other_body=...)``). None compares nothing.
 
-    Raises ``InvalidMessageError`` if ``id``, ``type`` or ``occurred_at`` cannot be used. Reject the message then.
+    Raises ``InvalidMessageError`` if ``id``, ``type``, ``occurred_at`` or ``digest`` cannot be used. Reject the message
+    then.
     """
 
     id: str | uuid.UUID | None
     body: Any
     type: Route | None = None
     occurred_at: datetime | None = None
+    digest: bytes | None = None
 
     def __post_init__(self) -> None:
         if self.id is not None:
@@ -57,6 +63,8 @@ class Message:
             valid_route(self.type)
         if self.occurred_at is not None:
             moment_in_utc(self.occurred_at)
+        if self.digest is not None:
+            valid_digest(self.digest)
 
 
 def valid_message_id(value: object) -> str:
@@ -124,6 +132,15 @@ def moment_in_utc(value: object) -> datetime:
     raise InvalidMessageError(
         "occurred_at has no time zone; give an aware datetime, such as datetime.now(timezone.utc)"
     )
+
+
+def valid_digest(value: object) -> bytes:
+    """Return the bytes of a digest that a marker stores. Raises ``InvalidMessageError`` for anything but a hash."""
+    if not isinstance(value, bytes) or len(value) < DIGEST_BYTES:
+        raise InvalidMessageError(
+            f"the digest of a message must be at least {DIGEST_BYTES} bytes, such as hashlib.sha256(raw).digest()"
+        )
+    return value[:DIGEST_BYTES]
 
 
 @lru_cache
