@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Select, Table, bindparam, select
+from sqlalchemy import BindParameter, Select, Table, bindparam, select
 from sqlalchemy.engine import Connection
 
 from .dialects import LastStatement, handler_parameters
@@ -73,5 +73,6 @@ def other_bodies(
 @cache
 def _digests(marker: Table) -> Select[Any]:
     message_id, handler, digest = marker.c.message_id, marker.c.handler, marker.c.digest
-    ids, names = (bindparam(name, expanding=True) for name in ("message_ids", "handlers"))
+    ids: BindParameter[Any] = bindparam("message_ids", expanding=True)
+    names: BindParameter[Any] = bindparam("handlers", expanding=True)
     return select(message_id, digest).where(message_id.in_(ids), handler.in_(names), digest.is_not(None))

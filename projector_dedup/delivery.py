@@ -178,7 +178,7 @@ class Chunk:
     def _other_bodies(self, stored: Mapping[str, bytes]) -> dict[int, bytes]:
         """Return, by index, the digest of each message with the id of another one. Some are ``stored``, by id."""
         found: dict[int, bytes] = {}
-        known: dict[str | None, bytes | None] = {**stored}
+        known: dict[str | None, bytes | None] = dict(stored.items())
         for index, message in enumerate(self.messages if stored or len(self.messages) > 1 else ()):
             digest = None if message.digest is None else valid_digest(message.digest)
             first = known.setdefault(id_text(message), digest)
@@ -189,10 +189,10 @@ class Chunk:
     def _other(self, index: int) -> str:
         """Return what is told about a duplicate with another body. The digests are shortened."""
         message = self.messages[index]
-        own = b"" if message.digest is None else message.digest
+        own, applied = ((digest or b"").hex()[:SHOWN] for digest in (message.digest, self.others[index]))
         return (
             f"message {logged_id(message)} has another body than the one that {printable(self.identity)} applied: its "
-            f"digest begins with {own.hex()[:SHOWN]}, and that of the applied body with {self.others[index].hex()[:SHOWN]}"
+            f"digest begins with {own}, and that of the applied body with {applied}"
         )
 
     def _refuse_late(self, moment: datetime, *, skip: bool) -> None:

@@ -40,9 +40,10 @@ Reason = Literal[
 
 ``invalid_message``: ``convert`` could not make an event of the body and the headers. ``invalid_id``: the message has no
 id that can be used. ``unhandled``: no handler takes the type. ``late``: ``BeyondRetention``. ``other_body``:
-``OtherBodyError``. ``deferred``: ``Defer``. ``in_progress``: another delivery holds the claim. ``refused``: any other ``RefusedError``, so configuration or code
-must change. ``database``: the database failed. ``handler``: the handler raised anything else. ``max_attempts``: the
-message was delivered ``max_attempts`` times; each earlier delivery was counted with its own reason.
+``OtherBodyError``. ``deferred``: ``Defer``. ``in_progress``: another delivery holds the claim. ``refused``: any other
+``RefusedError``, so configuration or code must change. ``database``: the database failed. ``handler``: the handler
+raised anything else. ``max_attempts``: the message was delivered ``max_attempts`` times; each earlier delivery was
+counted with its own reason.
 """
 
 
@@ -52,9 +53,10 @@ class Observation:
 
     An observation contains nothing of the body. The text of ``error`` may quote the body. Of a message:
 
-    - ``outcome``: ``applied``, ``duplicate`` or ``skipped`` if the message may be acknowledged. ``deferred`` after
-      ``Defer``, ``in_progress`` after ``InProgress``, ``late`` after ``BeyondRetention``, and ``failed`` after any
-      other ``error``. ``other_body`` for a duplicate with another body, with an ``error`` if it was rejected. ``retried`` for each ``error`` after which the library retries by itself.
+    - ``outcome``: ``applied``, ``duplicate`` or ``skipped`` if the message may be acknowledged. ``other_body`` for a
+      duplicate with another body, with an ``error`` if it was rejected. ``deferred`` after ``Defer``, ``in_progress``
+      after ``InProgress``, ``late`` after ``BeyondRetention``, and ``failed`` after any other ``error``. ``retried``
+      for each ``error`` after which the library retries by itself.
     - ``handler``: the handler's identity, or None if no handler got the message. With None, the outcome is ``skipped``,
       or ``failed`` because the message has no usable id, no usable type or no handler. With a handler, ``skipped``
       means that the message was late (``late="skip"``).

@@ -1,0 +1,33 @@
+"""Add the column for the digest of a message's body to the marker table of each table set."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+from projector_dedup.migrations.table_sets import table_sets
+
+from projector_dedup.dialects.columns import exact_bytes
+
+revision = "projector_dedup_0004"
+down_revision = "projector_dedup_0003"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Add the column, which is empty in the markers that are there, and write the schema version."""
+    for schema, name in table_sets(op.get_context().config):
+        op.add_column(name, sa.Column("digest", exact_bytes(), nullable=True), schema=schema)
+        _write_version(schema, name, "2")
+
+
+def downgrade() -> None:
+    """Drop the column. Another message with a known id is then a duplicate without any notice."""
+    for schema, name in table_sets(op.get_context().config):
+        op.drop_column(name, "digest", schema=schema)
+        _write_version(schema, name, "1")
+
+
+def _write_version(schema: str | None, name: str, version: str) -> None:
+    state = sa.table(f"{name}_state", sa.column("key"), sa.column("value"), schema=schema)
+    op.execute(sa.update(state).where(state.c.key == "schema_version").values(value=version))
