@@ -110,9 +110,11 @@ def _table_findings(connection: Connection, table: Table, tables: DedupTables) -
 
 
 def columns_there(connection: Connection, table: Table) -> list[Column[Any]]:
-    """Return the columns of ``table`` that the database has: tables of the version before lack the newest ones."""
-    found = inspect(connection).get_columns(table.name, schema=connection.schema_for_object(table))
-    present = {column["name"] for column in found}
+    """Return the columns of ``table`` without those that only a newer version added to it. It may be missing."""
+    inspector, schema = inspect(connection), connection.schema_for_object(table)
+    if not inspector.has_table(table.name, schema=schema):
+        return list(table.columns)
+    present = {column["name"] for column in inspector.get_columns(table.name, schema=schema)}
     return [column for column in table.columns if column.name in present or SINCE not in column.info]
 
 
