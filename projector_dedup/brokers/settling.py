@@ -25,6 +25,7 @@ from ..errors import (
     InProgress,
     InvalidMessageError,
     InvalidMessageIdError,
+    OtherBodyError,
     OvertakenError,
     ProjectorDedupError,
     RefusedError,
@@ -35,7 +36,7 @@ from ..message import envelope, id_text, logger_of, printable
 from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
-from .incoming import Convert, Incoming, check_convert, json_event
+from .incoming import Convert, Incoming, check_convert, json_event, with_digest
 
 __all__ = ["Settled", "Settling"]
 
@@ -55,6 +56,7 @@ _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the 
     ((InvalidMessageError,), "invalid_message"),
     ((UnhandledMessage,), "unhandled"),
     ((BeyondRetention,), "late"),
+    ((OtherBodyError,), "other_body"),
     ((Defer,), "deferred"),
     ((InProgress,), "in_progress"),
     ((RefusedError,), "refused"),
@@ -136,7 +138,7 @@ class Settling:
         self._observing, self._broker = dispatcher._observing, broker
         self._asynchronous = asynchronous
         self._one_by_one = dispatcher._is_building  # what must keep its order, see `deliver_batch`
-        self._convert = convert
+        self._convert = with_digest(convert)
         self._max_attempts = max_attempts
         within = [each for each in delays if each <= max_delay] or delays[:1]
         self._max_delay = max(within, default=max_delay)
