@@ -183,7 +183,6 @@ def test_poison_is_kept_with_its_reason_and_replayed_after_the_mend(consumer: Ad
     assert "other_body" not in {each.outcome for each in NOTES.all}
 
 
-@but("nats", "faststream-nats")  # the server keeps a second message with the same Nats-Msg-Id to itself
 def test_another_body_under_a_known_id_is_told(consumer: Adapter) -> None:
     """By the bytes of the body alone. A task of Celery has none."""
     NOTES.all.clear()
