@@ -221,19 +221,15 @@ class Chunk:
             uow.begin()
             return list(range(len(self.messages)))
         digests = uow.bodies is not None
-        every = [
+        keys = [
             valid_key(each.id, handler.identity, each.occurred_at, each.digest if digests else None)
             for each in self.messages
         ]
-        if len(every) == 1:
-            return [0] if uow.claim_key(every[0], handler.formerly) else []
-        firsts: dict[str, int] = {}
-        for index, key in enumerate(every):
-            firsts.setdefault(key["message_id"], index)
-        keys = {message_id: every[index] for message_id, index in firsts.items()}
-        if any("digest" in key for key in keys.values()):
-            keys = {message_id: {"digest": None, **key} for message_id, key in keys.items()}
-        return sorted(firsts[message_id] for message_id in uow.claim_keys(keys, handler.formerly))
+        if len(keys) == 1:
+            return [0] if uow.claim_key(keys[0], handler.formerly) else []
+        firsts = {key["message_id"]: index for index, key in reversed([*enumerate(keys)])}
+        found = uow.claim_keys({message_id: keys[index] for message_id, index in firsts.items()}, handler.formerly)
+        return sorted(firsts[message_id] for message_id in found)
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
         """Yield the handler's calls for the new messages, in their order.

@@ -180,16 +180,18 @@ class UnitOfWork:
     def claim_keys(self, keys: dict[str, dict[str, Any]], formerly: Collection[str] = ()) -> set[str]:
         """Claim like ``claim_many``, with ``keys`` by message id that were checked before."""
         names, tables, wait = valid_formerly(formerly), self._options.tables, self._options.claim_timeout
+        if has_digest := any("digest" in key for key in keys.values()):
+            keys = {message_id: {"digest": None, **key} for message_id, key in keys.items()}
         first = next(iter(keys.values()))
         new: list[str] = []
 
         def insert(guard: Guard) -> bool:
             connection = guard.connection
-            self.claiming_digest = "digest" in first
+            self.claiming_digest = has_digest
             new.extend(insert_markers(connection, guard.dialect, tables, keys, names, wait))
             self.claiming_digest = False
-            if "digest" in first:
-                known = [keys[each] for each in keys.keys() - {*new}]
+            if has_digest:
+                known = [key for message_id, key in keys.items() if message_id not in new]
                 self.others = other_bodies(connection, tables.marker, known, [first["handler"], *names])
             guard.claimed_several()
             if new:
