@@ -10,6 +10,7 @@ from typing import Any
 import click
 from sqlalchemy import Engine
 
+from projector_dedup.bodies import SHOWN
 from projector_dedup.commands import CommandTables
 from projector_dedup.commands.record import RecordKey
 from projector_dedup.effects import EffectTables
@@ -194,13 +195,14 @@ def _print(found: Sequence[Marker | StoredEffect]) -> None:
     records = [each for each in found if isinstance(each, StoredRecord)]
     if not records:
         table(
-            ("handler", "processed (UTC)", "age", "occurred (UTC)"),
+            ("handler", "processed (UTC)", "age", "occurred (UTC)", "digest"),
             [
                 (
                     printable(each.handler),
                     moment_without_zone(each.processed_at),
                     duration(each.age),
                     "-" if each.occurred_at is None else moment_without_zone(each.occurred_at),
+                    "-" if each.digest is None else each.digest[:SHOWN],
                 )
                 for each in found
                 if isinstance(each, Marker)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from projector_dedup.maintenance.schema import ddl
+from projector_dedup.maintenance.schema import ddl, upgrade_ddl
 from projector_dedup.tables import DedupTables
 
 from .options import EXIT_CODES, debug_option, table_options
-from .output import one_line
+from .output import Failed, one_line
 
 
 @click.command(epilog=EXIT_CODES)
@@ -19,9 +19,10 @@ from .output import one_line
     show_default=True,
     help="The database that will run the SQL.",
 )
+@click.option("--upgrade", is_flag=True, help="Print the SQL that changes tables of the version before.")
 @table_options
 @debug_option
-def schema(dialect: str, tables: DedupTables, debug: bool) -> None:
+def schema(dialect: str, upgrade: bool, tables: DedupTables, debug: bool) -> None:
     """Print the SQL that creates the tables, without a database.
 
     Use it if you do not use Alembic, or if another team or tool creates your tables.
@@ -32,7 +33,10 @@ def schema(dialect: str, tables: DedupTables, debug: bool) -> None:
       idempotency schema --dialect sqlite | sqlite3 read_model.db
       idempotency schema --dialect mariadb --table inbox --schema billing
       idempotency schema --commands
+      idempotency schema --upgrade | psql orders
     """
     with one_line(debug=debug):
-        sql = ddl(dialect, tables)
+        sql = upgrade_ddl(dialect, tables) if upgrade else ddl(dialect, tables)
+        if not sql:
+            raise Failed(f"the tables of {tables.subject} are the same as in the version before")
         click.echo(f"-- for {dialect} (--dialect names another database: mariadb, mysql or sqlite)\n{sql}", nl=False)

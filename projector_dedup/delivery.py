@@ -8,16 +8,17 @@ retried) and ``waiting`` (threads or asyncio). The unit of work uses ``opening``
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, Protocol
 
-from .errors import BeyondRetention, ProjectorDedupError
+from .bodies import SHOWN
+from .errors import BeyondRetention, MissingTableError, OtherBodyError, ProjectorDedupError
 from .handler import Handler
 from .late import Instant
 from .markers import valid_key
-from .message import Message, logged_id, logger_of, moment_in_utc, printable, stored_id
+from .message import Message, id_text, logged_id, logger_of, moment_in_utc, printable, stored_id, valid_digest
 from .observer import Observing, Watch
 from .options import RetryPolicy, UnitOptions
 from .outcome import Outcome
@@ -71,7 +72,7 @@ class Work(Protocol):
         """Yield the calls of the handler, on the session of the claim."""
 
     def log_settled(self, attempts: Attempts) -> None:
-        """Log the outcome. Called only if the log level is INFO or below."""
+        """Log the outcome."""
 
     def log_retry(self, error: Exception, attempts: Attempts) -> None:
         """Log a retry after ``error``. If a COMMIT got no answer, note which messages it may have applied."""
@@ -82,7 +83,7 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
 
     Return True if the result is durable. It is False only inside ``testing.external_transaction``.
     """
-    attempts = Attempts(policy, marked=work.marked)
+    attempts, bodies = Attempts(policy, marked=work.marked), options.bodies
     while True:
         uow = UnitOfWork.opened(factory, options, waiting)
         try:
@@ -94,10 +95,14 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
                         for call in work.calls(uow):  # 2 the handler, on the same session
                             waiting.call_handler(work.identity, call)
                         uow.commit_and_close()  # 3 marker and writes, together
-            if logger.isEnabledFor(logging.INFO):
-                work.log_settled(attempts)
+            if bodies is not None and options.bodies is None:
+                bodies.lacks_column()
+            work.log_settled(attempts)
             return uow.durable
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
+            if uow.claiming_digest and isinstance(error, MissingTableError):
+                options = replace(options, bodies=None)  # perhaps the tables of the version before
+                continue
             overtaken, accepted = uow.overtaken, options.accepted
             work.connected = uow.dialect is not None
             if isinstance(error, ProjectorDedupError) and hasattr(error, "done"):
@@ -131,6 +136,8 @@ class Chunk:
         self.at: int | None = None
         self.connected = True
         self.claimed = False  # the database has answered the last claim
+        #: by index of each duplicate whose body is not that of the applied message: the digest of that message
+        self.others: dict[int, bytes] = {}
         self.in_doubt: set[int] = set()  # indexes of the messages that a COMMIT without an answer may have applied
         self.watch = None if observing is None else Watch(observing, handler, messages)
         self._handler = handler
@@ -141,7 +148,8 @@ class Chunk:
         """Begin the transaction, with a claim if the handler is idempotent. Return True if any message is new.
 
         If a message is in the chunk twice, the handler gets the first one. Raises ``BeyondRetention`` if a new message
-        is late. With ``late="skip"``, a late message that is alone in its chunk is skipped.
+        is late. With ``late="skip"``, a late message that is alone in its chunk is skipped. Raises ``OtherBodyError``
+        for a duplicate with another body if the dispatcher rejects it.
         """
         self.at, self.claimed, self._new = None, False, []
         dated = self.marked and any(message.occurred_at is not None for message in self.messages)
@@ -158,7 +166,34 @@ class Chunk:
             self.outcomes[index] = Outcome.APPLIED
         if moment is not None:
             self._refuse_late(moment, skip=uow.lateness is not None and uow.lateness.skip)
+        self.others = {} if uow.bodies is None else self._other_bodies(uow.others)
+        if self.others and uow.bodies is not None and uow.bodies.reject:
+            self.at = min(self.others)
+            raise OtherBodyError(
+                f"{self._other(self.at)}. If the producer gave one id to two events, publish this one again with an id "
+                "of its own. If it wrote the same event again with other bytes, the event is applied: drop this message"
+            )
         return bool(self._new)
+
+    def _other_bodies(self, stored: Mapping[str, bytes]) -> dict[int, bytes]:
+        """Return, by index, the digest of each message with the id of another one. Some are ``stored``, by id."""
+        found: dict[int, bytes] = {}
+        known: dict[str | None, bytes | None] = dict(stored.items())
+        for index, message in enumerate(self.messages if stored or len(self.messages) > 1 else ()):
+            digest = None if message.digest is None else valid_digest(message.digest)
+            first = known.setdefault(id_text(message), digest)
+            if first is not None and digest is not None and first != digest:
+                found[index] = first
+        return found
+
+    def _other(self, index: int) -> str:
+        """Return what is told about a duplicate with another body. The digests are shortened."""
+        message = self.messages[index]
+        own, applied = ((digest or b"").hex()[:SHOWN] for digest in (message.digest, self.others[index]))
+        return (
+            f"message {logged_id(message)} has another body than the one that {printable(self.identity)} applied: its "
+            f"digest begins with {own}, and that of the applied body with {applied}"
+        )
 
     def _refuse_late(self, moment: datetime, *, skip: bool) -> None:
         """Raise ``BeyondRetention`` for the first new message that occurred before ``moment``, or skip it.
@@ -181,17 +216,21 @@ class Chunk:
 
     def _claim(self, uow: UnitOfWork) -> list[int]:
         """Return the indexes of the new messages. A handler without ``idempotent=True`` gets all messages."""
-        handler, first = self._handler, self.messages[0]
+        handler = self._handler
         if not handler.idempotent:
             uow.begin()
             return list(range(len(self.messages)))
-        if len(self.messages) == 1:
-            key = valid_key(stored_id(first.id, first.source), handler.identity, first.occurred_at)
-            return [0] if uow.claim_key(key, handler.formerly) else []
-        ids = [stored_id(message.id, message.source) for message in self.messages]
-        keys = ((message_id, message.occurred_at) for message_id, message in zip(ids, self.messages, strict=True))
-        found = uow.claim_many(keys, handler.identity, formerly=handler.formerly)
-        firsts = {message_id: index for index, message_id in reversed([*enumerate(ids)])}
+        digests = uow.bodies is not None
+        keys = [
+            valid_key(
+                stored_id(each.id, each.source), handler.identity, each.occurred_at, each.digest if digests else None
+            )
+            for each in self.messages
+        ]
+        if len(keys) == 1:
+            return [0] if uow.claim_key(keys[0], handler.formerly) else []
+        firsts = {key["message_id"]: index for index, key in reversed([*enumerate(keys)])}
+        found = uow.claim_keys({message_id: keys[index] for message_id, index in firsts.items()}, handler.formerly)
         return sorted(firsts[message_id] for message_id in found)
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
@@ -221,10 +260,13 @@ class Chunk:
         return self._originals.event_of(message, envelope=self._handler.on.envelope)
 
     def log_settled(self, attempts: Attempts) -> None:
-        """Log the outcome of each message: at DEBUG if it was applied, else at INFO."""
+        """Log the outcome of each message: at DEBUG if it was applied, else at INFO. Another body is a WARNING."""
         for index, (message, outcome) in enumerate(zip(self.messages, self.outcomes, strict=True)):
             duplicate = outcome is Outcome.DUPLICATE
             level = logging.DEBUG if outcome is Outcome.APPLIED else logging.INFO
+            if index in self.others:
+                logger.warning("duplicate: %s", self._other(index), extra=self._extra(message, "other_body", attempts))
+                continue
             if not logger.isEnabledFor(level):  # escaping the texts below takes time for every message
                 continue
             after_unknown = duplicate and index in self.in_doubt

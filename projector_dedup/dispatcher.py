@@ -15,6 +15,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from .asyncio_names import async_sessionmaker
 from .batch import NOT_TRIED, Result, deliver_batch
+from .bodies import Bodies
 from .building import handlers_of_all, may_fail, report_failure
 from .delivery import Chunk, deliver
 from .errors import (
@@ -78,12 +79,15 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
         observer: Observer | None = None,
         late: Literal["raise", "skip", "apply"] = "raise",
         occurred_at: TimeExtractor | None = None,
+        other_body: Literal["log", "reject", "ignore"] = "log",
     ) -> None:
         check_session_factory(session_factory, asynchronous=self._waiting is AWAITING)
         if unhandled not in ("raise", "ignore"):
             raise ValueError(f"unhandled must be 'raise' or 'ignore', not {unhandled!r}")
         if late not in ("raise", "skip", "apply"):
             raise ValueError(f"late must be 'raise', 'skip' or 'apply', not {late!r}")
+        if other_body not in ("log", "reject", "ignore"):
+            raise ValueError(f"other_body must be 'log', 'reject' or 'ignore', not {other_body!r}")
         if not all(callable(each) for each in (message_id, type or attribute_or_key, occurred_at or from_uuid7)):
             raise ValueError(
                 "message_id, type and occurred_at must be extractors (functions), such as by_path('headers.id')"
@@ -94,7 +98,8 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
         self._policy = retry or RetryPolicy()
         self._observing = None if observer is None else Observing(observer, partial(route_of, extractor=type))
         lateness = None if late == "apply" else Lateness(tables, skip=late == "skip")
-        shared = UnitOptions(tables, claim_timeout, isolation, strict=strict, lateness=lateness)
+        bodies = None if other_body == "ignore" else Bodies(reject=other_body == "reject")
+        shared = UnitOptions(tables, claim_timeout, isolation, strict=strict, lateness=lateness, bodies=bodies)
         self._handlers: dict[str, Handler] = {}
         self._options: dict[str, UnitOptions] = {}
         for handler in handlers_of_all(projectors):
@@ -216,7 +221,7 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
                 )
                 results.settled(handler.identity, chunk.outcomes[0], durable)
                 if chunk.watch is not None:
-                    chunk.watch.settled(chunk.outcomes, chunk.in_doubt)
+                    chunk.watch.settled(chunk.outcomes, chunk.in_doubt, chunk.others)
             except Exception as error:  # noqa: BLE001  # kept, and raised after every handler was tried
                 results.failed(handler, message, error)
                 if chunk.watch is not None:
@@ -285,6 +290,9 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
       ``BeyondRetention``, ``"skip"`` skips the message, ``"apply"`` applies it, possibly for the second time. Only a
       message with an ``occurred_at`` can be late.
     - ``occurred_at``: the extractor of the time for messages without an ``occurred_at``, such as ``from_uuid7``.
+    - ``other_body``: decides about a duplicate whose ``Message.digest`` is not the one in the marker, so it may be
+      another message with the same id. ``"log"`` logs a warning, and the observer gets ``other_body``. ``"reject"``
+      raises ``OtherBodyError``. ``"ignore"`` stores and compares no digest.
 
     Raises ``HandlerDefinitionError`` for a projector that the dispatcher cannot call, ``UnsafeSessionError`` for a
     wrong session factory, and ``ValueError`` for any other wrong argument, all at start-up. Correct the code then.

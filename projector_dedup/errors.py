@@ -11,6 +11,7 @@
     |   |-- UnsafeSessionError        AUTOCOMMIT, a transaction of another owner, a second database
     |   |-- MissingTableError         the marker table is missing, or has the wrong columns
     |   |-- BeyondRetention           the marker of the message may be deleted already
+    |   |-- OtherBodyError            a message with this id was applied, and its body was another one
     |   `-- RetentionTooShortError    the retention of a cleanup is shorter than the declared horizon
     |-- UnhandledMessage              no handler is registered for the message
     |-- Defer                         raised by a handler to postpone the message; everything is rolled back
@@ -89,6 +90,16 @@ class BeyondRetention(RefusedError):
     No handler ran. Reject the message. If you know that the message was not applied, deliver it with a dispatcher that
     has ``late="apply"``. Use such a dispatcher also for a new handler until it has read the history of its topic.
     """
+
+
+class OtherBodyError(RefusedError):
+    """A message with this id was applied before, and its body was another one (``other_body="reject"``).
+
+    No handler ran. Reject the message. Find out whether the producer has given one id to two events, or has written the
+    same event again with other bytes. Publish an event that was lost again, with an id of its own.
+    """
+
+    read_from_the_table = True  # an earlier COMMIT of this delivery would have stored the same digest
 
 
 class UnhandledMessage(ProjectorDedupError):

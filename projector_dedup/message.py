@@ -16,6 +16,7 @@ from .errors import InvalidMessageError, InvalidMessageIdError, RefusedError
 
 MAX_MESSAGE_ID_BYTES = 512
 MAX_HANDLER_BYTES = 255
+DIGEST_BYTES = 16
 
 Route = type | str
 """The type of a message, a class or a name. The dispatcher finds the handlers of the message by it."""
@@ -43,10 +44,12 @@ class Message:
     - ``occurred_at``: when the event occurred, with a time zone. The library stores it in the marker.
     - ``source``: the name of what gave the id, such as a topic, if other sources may give the same id. The library
       stores it with the id (``stored_id``). With None, a consumer adds the source that it declares.
+    - ``digest``: a hash of the bytes of the body, such as ``hashlib.sha256(raw).digest()``, of at least 16 bytes. The
+      library stores the first 16 bytes in the marker. A duplicate with another digest has another body
+      (``Dispatcher(other_body=...)``). None compares nothing.
     - ``has_source``: True if the id contains a source, as that of ``cloudevent`` does. A consumer adds no other then.
 
-    Raises ``InvalidMessageError`` if ``id``, ``type``, ``occurred_at`` or ``source`` cannot be used. Reject the message
-    then.
+    Raises ``InvalidMessageError`` if an argument cannot be used. Reject the message then.
     """
 
     id: str | uuid.UUID | None
@@ -54,6 +57,7 @@ class Message:
     type: Route | None = None
     occurred_at: datetime | None = None
     source: str | None = None
+    digest: bytes | None = None
     has_source: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -65,6 +69,8 @@ class Message:
             valid_route(self.type)
         if self.occurred_at is not None:
             moment_in_utc(self.occurred_at)
+        if self.digest is not None:
+            valid_digest(self.digest)
 
 
 def valid_message_id(value: object) -> str:
@@ -162,6 +168,15 @@ def moment_in_utc(value: object) -> datetime:
     raise InvalidMessageError(
         "occurred_at has no time zone; give an aware datetime, such as datetime.now(timezone.utc)"
     )
+
+
+def valid_digest(value: object) -> bytes:
+    """Return the bytes of a digest that a marker stores. Raises ``InvalidMessageError`` for anything but a hash."""
+    if not isinstance(value, bytes) or len(value) < DIGEST_BYTES:
+        raise InvalidMessageError(
+            f"the digest of a message must be at least {DIGEST_BYTES} bytes, such as hashlib.sha256(raw).digest()"
+        )
+    return value[:DIGEST_BYTES]
 
 
 @lru_cache

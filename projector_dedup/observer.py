@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, Protocol
 
-from .errors import BeyondRetention, Defer, InProgress, InvalidMessageError
+from .errors import BeyondRetention, Defer, InProgress, InvalidMessageError, OtherBodyError
 from .handler import Handler
 from .message import Message, Route, id_text, logger_of, moment_in_utc
 from .outcome import Outcome
@@ -21,7 +21,7 @@ logger = logger_of("projector_dedup")
 Kind = Literal["message", "command", "effect", "delivery"]
 
 Observed = Literal[
-    "applied", "duplicate", "skipped", "deferred", "in_progress", "late", "failed", "retried",
+    "applied", "duplicate", "other_body", "skipped", "deferred", "in_progress", "late", "failed", "retried",
     "rejected",
     "armed", "done", "not_done", "unknown", "stopped", "fenced", "double",
     "acknowledged", "dead_letter",
@@ -33,16 +33,17 @@ Every outcome of a message except ``retried`` ends its delivery to the handler.
 """
 
 Reason = Literal[
-    "invalid_message", "invalid_id", "unhandled", "late", "deferred", "in_progress",
+    "invalid_message", "invalid_id", "unhandled", "late", "other_body", "deferred", "in_progress",
     "refused", "database", "handler", "max_attempts",
 ]  # fmt: skip
 """Why a consumer did not acknowledge a delivery. The set is closed, so that it can be a label of a metric.
 
 ``invalid_message``: ``convert`` could not make an event of the body and the headers. ``invalid_id``: the message has no
-id that can be used. ``unhandled``: no handler takes the type. ``late``: ``BeyondRetention``. ``deferred``: ``Defer``.
-``in_progress``: another delivery holds the claim. ``refused``: any other ``RefusedError``, so configuration or code
-must change. ``database``: the database failed. ``handler``: the handler raised anything else. ``max_attempts``: the
-message was delivered ``max_attempts`` times; each earlier delivery was counted with its own reason.
+id that can be used. ``unhandled``: no handler takes the type. ``late``: ``BeyondRetention``. ``other_body``:
+``OtherBodyError``. ``deferred``: ``Defer``. ``in_progress``: another delivery holds the claim. ``refused``: any other
+``RefusedError``, so configuration or code must change. ``database``: the database failed. ``handler``: the handler
+raised anything else. ``max_attempts``: the message was delivered ``max_attempts`` times; each earlier delivery was
+counted with its own reason.
 """
 
 
@@ -52,9 +53,10 @@ class Observation:
 
     An observation contains nothing of the body. The text of ``error`` may quote the body. Of a message:
 
-    - ``outcome``: ``applied``, ``duplicate`` or ``skipped`` if the message may be acknowledged. ``deferred`` after
-      ``Defer``, ``in_progress`` after ``InProgress``, ``late`` after ``BeyondRetention``, and ``failed`` after any
-      other ``error``. ``retried`` for each ``error`` after which the library retries by itself.
+    - ``outcome``: ``applied``, ``duplicate`` or ``skipped`` if the message may be acknowledged. ``other_body`` for a
+      duplicate with another body, with an ``error`` if it was rejected. ``deferred`` after ``Defer``, ``in_progress``
+      after ``InProgress``, ``late`` after ``BeyondRetention``, and ``failed`` after any other ``error``. ``retried``
+      for each ``error`` after which the library retries by itself.
     - ``handler``: the handler's identity, or None if no handler got the message. With None, the outcome is ``skipped``,
       or ``failed`` because the message has no usable id, no usable type or no handler. With a handler, ``skipped``
       means that the message was late (``late="skip"``).
@@ -238,11 +240,15 @@ class Watch:
         self._attempts: Attempts | None = None  # if there was more than one
         self._began = time.monotonic()
 
-    def settled(self, outcomes: Sequence[Outcome], in_doubt: Container[int]) -> None:
-        """Report the outcome of each message. A COMMIT without an answer may have applied those ``in_doubt``."""
+    def settled(self, outcomes: Sequence[Outcome], in_doubt: Container[int], others: Container[int]) -> None:
+        """Report the outcome of each message. A COMMIT without an answer may have applied those ``in_doubt``.
+
+        The ``others`` are duplicates with another body.
+        """
         for index, (message, outcome) in enumerate(zip(self._messages, outcomes, strict=True)):
             after_unknown = outcome is Outcome.DUPLICATE and index in in_doubt
-            self._report(_SETTLED[outcome], message, after_unknown_commit=after_unknown)
+            observed = "other_body" if index in others else _SETTLED[outcome]
+            self._report(observed, message, after_unknown_commit=after_unknown and index not in others)
 
     def failed(self, error: Exception, messages: Sequence[Message] | None = None) -> None:
         """Report that messages have failed after all retries: ``messages``, or all."""
@@ -276,6 +282,8 @@ def outcome_of(error: Exception) -> Observed:
         return "deferred"
     if isinstance(error, BeyondRetention):
         return "late"
+    if isinstance(error, OtherBodyError):
+        return "other_body"
     return "in_progress" if isinstance(error, InProgress) else "failed"
 
 

@@ -43,6 +43,7 @@ from typing import Any
 from sqlalchemy.orm import sessionmaker
 
 from .asyncio_names import async_sessionmaker
+from .bodies import Bodies
 from .errors import UnsafeSessionError
 from .late import Lateness
 from .tables import DedupTables, default_tables
@@ -92,6 +93,7 @@ class UnitOptions:
     - ``warn``: logs an isolation level that loses updates, once for each engine.
     - ``building``: forbids the handler to arm effects.
     - ``lateness``: detects late messages. None applies them.
+    - ``bodies``: stores and compares the digests of bodies. None stores none.
     - ``lowered``: runs the handler at READ COMMITTED, after an attempt in which its lock was younger than its snapshot.
     - ``accepted``: texts of unique violations for which an earlier attempt was given up. None accepts all: nobody runs
       the unit of work again.
@@ -106,6 +108,7 @@ class UnitOptions:
     warn: bool = True
     building: bool = False
     lateness: Lateness | None = None
+    bodies: Bodies | None = None
     lowered: bool = False
     accepted: frozenset[str] | None = frozenset()
 

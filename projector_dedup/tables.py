@@ -10,11 +10,12 @@ from sqlalchemy import Column, Index, MetaData, PrimaryKeyConstraint, Table, Tex
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapped, registry
 
-from .dialects.columns import TABLE_OPTIONS, exact_text, moment, utc_now
+from .dialects.columns import TABLE_OPTIONS, exact_bytes, exact_text, moment, utc_now
 from .errors import RefusedError
 from .message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
 
 DEFAULT_NAME = "processed_message"
+SINCE = "projector_dedup_since"  #: in the ``info`` of a column: the schema version that added it
 MAX_NAME_BYTES = 63 - len("ix__processed_at")  #: PostgreSQL cuts names of more than 63 bytes silently
 
 
@@ -29,7 +30,7 @@ class DedupTables:
     default_name: ClassVar[str] = DEFAULT_NAME
     option: ClassVar[str] = ""
     """The option of `idempotency` that selects tables of this kind."""
-    revisions: ClassVar[tuple[str, ...]] = ("projector_dedup_0001",)
+    revisions: ClassVar[tuple[str, ...]] = ("projector_dedup_0001", "projector_dedup_0004")
     """The migrations of these tables, in order. Migration n leads to schema version n."""
     noun: ClassVar[str] = "marker"
     """The word for a row of the first table, in error messages."""
@@ -92,6 +93,13 @@ def make_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str | None
     Raises ``TypeError`` for anything but a ``MetaData``. Raises ``RefusedError`` if ``metadata`` already has a table of
     that name: keep the result of the first call.
     """
+    tables = key_tables(metadata, name, schema)
+    tables.marker.append_column(Column("digest", exact_bytes(), nullable=True, info={SINCE: 2}))
+    return tables
+
+
+def key_tables(metadata: MetaData, name: str, schema: str | None) -> DedupTables:
+    """Add a table with the columns that tables of all kinds have, and its state table. Raises like ``make_tables``."""
     given: object = metadata
     if not isinstance(given, MetaData):
         raise TypeError(f"make_tables takes a MetaData, such as Base.metadata, not {given!r}")
@@ -152,4 +160,5 @@ class ProcessedMessage:
     occurred_at: Mapped[datetime | None]
 
 
-registry().map_imperatively(ProcessedMessage, default_tables.marker)
+# Without the digest, so that the entity can also read tables of the version before.
+registry().map_imperatively(ProcessedMessage, default_tables.marker, exclude_properties=["digest"])

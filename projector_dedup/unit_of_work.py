@@ -18,6 +18,7 @@ from sqlalchemy.orm.exc import FlushError
 from sqlalchemy.util import greenlet_spawn
 
 from .asyncio_names import AsyncSession, async_sessionmaker
+from .bodies import other_bodies, other_body
 from .closing import drop
 from .dialects import Dialect, Failure, LastStatement, Status, dialect_of, may_move
 from .errors import CommitOutcomeUnknown, OvertakenError, TransactionViolatedError, UnsafeSessionError
@@ -118,6 +119,10 @@ class UnitOfWork:
         self.durable = True  # False: the transaction belongs to the caller, who has not committed it yet
         self.last: LastStatement | None = None  # a statement that ``commit`` runs after all others
         self.lateness = options.lateness  # for ``Chunk.claim``: the unit of work itself detects no late message
+        compared = options.bodies is not None and options.bodies.compared
+        self.bodies = options.bodies if compared else None  # for ``Chunk.claim``: None if it writes no digest
+        self.claiming_digest = False  # True: a claim with a digest has begun, and was not answered
+        self.others: dict[str, bytes] = {}  # by id: the stored digest of each duplicate that has another body
         self._guard: Guard | None = None
         self._new = self._committed = self._closed = False
 
@@ -168,19 +173,32 @@ class UnitOfWork:
         duplicates. Raises the errors of ``claim``, and ``OvertakenError`` if another delivery was faster: run the unit
         of work again.
         """
-        names, keys = valid_formerly(formerly), valid_keys(messages, handler)
-        tables, wait = self._options.tables, self._options.claim_timeout
+        new = self.claim_keys(valid_keys(messages, handler), formerly)
+        self._read_on()
+        return new
+
+    def claim_keys(self, keys: dict[str, dict[str, Any]], formerly: Collection[str] = ()) -> set[str]:
+        """Claim like ``claim_many``, with ``keys`` by message id that were checked before."""
+        names, tables, wait = valid_formerly(formerly), self._options.tables, self._options.claim_timeout
+        if has_digest := any("digest" in key for key in keys.values()):
+            keys = {message_id: {"digest": None, **key} for message_id, key in keys.items()}
+        first = next(iter(keys.values()))
         new: list[str] = []
 
         def insert(guard: Guard) -> bool:
-            new.extend(insert_markers(guard.connection, guard.dialect, tables, keys, names, wait))
+            connection = guard.connection
+            self.claiming_digest = has_digest
+            new.extend(insert_markers(connection, guard.dialect, tables, keys, names, wait))
+            self.claiming_digest = False
+            if has_digest:
+                known = [key for message_id, key in keys.items() if message_id not in new]
+                self.others = other_bodies(connection, tables.marker, known, [first["handler"], *names])
             guard.claimed_several()
             if new:
                 guard.key = keys[new[0]]
             return bool(new)
 
-        self._claim(next(iter(keys.values())), insert)
-        self._read_on()
+        self._claim(first, insert)
         return set(new)
 
     def claim_key(
@@ -194,16 +212,25 @@ class UnitOfWork:
         """Claim like ``claim``, with a ``key`` that was checked before.
 
         ``first`` runs before the claim, and gets the ``claim_timeout``. For a duplicate, ``recall`` runs as the last
-        statement, and reads the result that a command has recorded.
+        statement, and reads the result that a command has recorded. Of a key with a digest, it reads that digest.
         """
         names, tables, wait = valid_formerly(formerly), self._options.tables, self._options.claim_timeout
+        has_digest = "digest" in key
+        if has_digest:
+            recall = other_body(tables.marker, key, [key["handler"], *names])
 
         def insert(guard: Guard) -> bool:
             if first is not None:
                 first(guard.connection, guard.dialect, wait)
-            return insert_marker(guard.connection, guard.dialect, tables, key, names, wait=wait)
+            self.claiming_digest = has_digest
+            new = insert_marker(guard.connection, guard.dialect, tables, key, names, wait=wait)
+            self.claiming_digest = False
+            return new
 
-        return self._claim(key, insert, one=first is None, recall=recall)
+        new = self._claim(key, insert, one=first is None, recall=recall)
+        if has_digest and recall is not None and recall.row is not None:
+            self.others = {key["message_id"]: bytes(recall.row.digest)}
+        return new
 
     def claim_by(self, key: dict[str, Any], claims: Callable[[Connection, Dialect], bool]) -> bool:
         """Claim a row with the caller's own statements. ``claims`` returns False if there is nothing to commit."""

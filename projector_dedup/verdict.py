@@ -56,6 +56,7 @@ OURS: dict[str, Answer] = {
     ),
     "InvalidMessageError": Answer(REJECT, "the message itself is wrong"),
     "BeyondRetention": Answer(REJECT, "the message may have been applied before, and its marker deleted"),
+    "OtherBodyError": Answer(REJECT, "a message with this id and another body was applied before"),
     "UnhandledMessage": Answer(REJECT, "no handler takes the message"),
     "Defer": Answer(LATER, "the handler postponed the message"),
     "OvertakenError": Answer(NOW, "another delivery committed a marker meanwhile"),

@@ -26,6 +26,7 @@ from ..errors import (
     InProgress,
     InvalidMessageError,
     InvalidMessageIdError,
+    OtherBodyError,
     OvertakenError,
     ProjectorDedupError,
     RefusedError,
@@ -36,7 +37,7 @@ from ..message import Message, envelope, id_text, logger_of, printable, valid_so
 from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
-from .incoming import Convert, Incoming, check_convert, json_event
+from .incoming import Convert, Incoming, check_convert, json_event, with_digest
 
 __all__ = ["Settled", "Settling"]
 
@@ -56,6 +57,7 @@ _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the 
     ((InvalidMessageError,), "invalid_message"),
     ((UnhandledMessage,), "unhandled"),
     ((BeyondRetention,), "late"),
+    ((OtherBodyError,), "other_body"),
     ((Defer,), "deferred"),
     ((InProgress,), "in_progress"),
     ((RefusedError,), "refused"),
@@ -144,7 +146,7 @@ class Settling:
         self._asynchronous = asynchronous
         self._one_by_one = dispatcher._is_building  # what must keep its order, see `deliver_batch`
         check_source(source)
-        self._convert = convert if source is None else with_source(convert, lambda _: source)
+        self._convert = with_digest(convert if source is None else with_source(convert, lambda _: source))
         self._max_attempts, self._retry_later = max_attempts, retry_later
         within = [each for each in delays if each <= max_delay] or delays[:1]
         self._max_delay = max(within, default=max_delay)

@@ -15,7 +15,7 @@ from ..dialects import Dialect, LastChange, LastStatement
 from ..dialects.columns import exact_bytes, exact_text
 from ..errors import InvalidMessageIdError, OvertakenError
 from ..message import MAX_MESSAGE_ID_BYTES, printable, valid_message_id
-from ..tables import DedupTables, make_tables
+from ..tables import DedupTables, key_tables
 from .errors import InvalidKeyError, KeyReusedError, ResultUnreadableError, UnusableKeyError
 
 DEFAULT_NAME = "processed_command"
@@ -53,7 +53,7 @@ def make_command_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: st
 
     Raises the errors of ``make_tables``.
     """
-    tables = make_tables(metadata, name, schema)
+    tables = key_tables(metadata, name, schema)
     for column in (
         Column("fingerprint", exact_bytes(), nullable=True),  # NULL until the command has an outcome
         Column("outcome", SmallInteger(), nullable=True),

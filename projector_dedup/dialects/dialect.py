@@ -277,11 +277,12 @@ class Dialect(ABC):
     # The marker -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1, digest: bool = False) -> Executable:
         """Return the INSERT of ``:message_id, :handler, :occurred_at`` that ``claim`` runs.
 
         If ``bounded``, it also has the parameter ``:wait_ms``, and fails with a lock timeout if it waits longer. With
-        several ``names`` it inserts a row for each, in the order of ``handler_parameters``.
+        several ``names`` it inserts a row for each, in the order of ``handler_parameters``. With ``digest`` it also
+        inserts ``:digest``.
         """
 
     @abstractmethod
@@ -316,7 +317,8 @@ class Dialect(ABC):
 
     def insert_many(self, connection: Connection, marker: Table, keys: list[Parameters]) -> None:
         """Insert the markers of ``keys`` for ``claim_many``, all or none, in this order."""
-        connection.execute(self.claim_statement(marker, bounded="wait_ms" in keys[0]), keys)
+        statement = self.claim_statement(marker, bounded="wait_ms" in keys[0], digest="digest" in keys[0])
+        connection.execute(statement, keys)
 
     def insert_new(self, connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
         """Insert a row into a table of the library. Return False if its message id and handler exist already."""

@@ -24,7 +24,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..closing import connected
 from ..errors import MissingTableError, UnsafeSessionError, UnsupportedDatabaseError
-from ..message import MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
+from ..message import DIGEST_BYTES, MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
 from ..transaction_text import COMMANDS, LOCKS, Grammar
 from .claims import Parameters, handler_parameters, inserting
 from .columns import in_utc, utc_now
@@ -168,13 +168,13 @@ class MariaDB(Dialect):
         """
         refuse_unfit(connection, marker, marker=True)
 
-    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1, digest: bool = False) -> Executable:
         """Return a plain INSERT.
 
         IGNORE would truncate values and ignore errors. ON DUPLICATE KEY UPDATE would not distinguish a duplicate from a
         new row.
         """
-        rows = [marker_row(marker, handler) for handler in handler_parameters(names)]
+        rows = [marker_row(marker, handler, digest=digest) for handler in handler_parameters(names)]
         return inserting((_BoundedInsert if bounded else Insert)(marker), rows)
 
     def lock_statement(self, marker: Table, *, bounded: bool) -> Executable:
@@ -216,7 +216,8 @@ class MariaDB(Dialect):
 
     def insert_many(self, connection: Connection, marker: Table, keys: list[Parameters]) -> None:
         """Insert the markers of ``keys`` in one statement."""
-        connection.execute(insert_given(marker, bounded="wait_ms" in keys[0]), given(keys))
+        statement = insert_given(marker, bounded="wait_ms" in keys[0], digest="digest" in keys[0])
+        connection.execute(statement, given(keys))
 
     def aborts(self, error: Exception) -> bool:
         """True if the server rolled back, or may have done so (after a lock wait), and began another transaction."""
@@ -366,42 +367,54 @@ def _disconnecting(connection_class: Any) -> Any:
 # The claim -----------------------------------------------------------------------------------------------------------
 
 
-def marker_row(marker: Table, handler: str = "handler") -> dict[str, ColumnElement[Any]]:
+def marker_row(marker: Table, handler: str = "handler", *, digest: bool = False) -> dict[str, ColumnElement[Any]]:
     """Return the values of a claim by column. ``handler`` is the name of the parameter for the handler."""
-    return {
+    row = {
         "message_id": bindparam("message_id", type_=marker.c.message_id.type),
         "handler": bindparam(handler, type_=marker.c.handler.type),
         "occurred_at": bindparam("occurred_at", type_=marker.c.occurred_at.type),
         "processed_at": utc_now(),
     }
+    return {**row, "digest": bindparam("digest", type_=marker.c.digest.type)} if digest else row
 
 
-_GIVEN = text(
-    f"""
-    SELECT unhex(message_id), unhex(handler), utc_timestamp(6), occurred_at
+_GIVEN = """
+    SELECT unhex(message_id), unhex(handler), utc_timestamp(6), occurred_at{value}
     FROM json_table(convert(unhex(:given) USING utf8mb4), '$[*]' COLUMNS (
-        message_id VARCHAR({2 * MAX_MESSAGE_ID_BYTES}) CHARACTER SET utf8mb4 PATH '$[0]',
-        handler VARCHAR({2 * MAX_HANDLER_BYTES}) CHARACTER SET utf8mb4 PATH '$[1]',
-        occurred_at DATETIME(6) PATH '$[2]'
-    )) AS given"""  # noqa: S608  # two numbers of our own
-)
+        message_id VARCHAR({ids}) CHARACTER SET utf8mb4 PATH '$[0]',
+        handler VARCHAR({handlers}) CHARACTER SET utf8mb4 PATH '$[1]',
+        occurred_at DATETIME(6) PATH '$[2]'{column}
+    )) AS given"""
+_LENGTHS = {"ids": 2 * MAX_MESSAGE_ID_BYTES, "handlers": 2 * MAX_HANDLER_BYTES}
+_DIGEST = {
+    "value": ", unhex(digest)",
+    "column": f",\n        digest VARCHAR({2 * DIGEST_BYTES}) CHARACTER SET utf8mb4 PATH '$[3]'",
+}
 
 
 @cache
-def insert_given(marker: Table, *, bounded: bool) -> Insert:
+def insert_given(marker: Table, *, bounded: bool, digest: bool = False) -> Insert:
     """Return an INSERT of the rows of ``given``, in their order. If one exists, the INSERT fails and inserts none.
 
     The statement is the same for any number of rows. For VALUES of many rows, the drivers would send row by row, or
     SQLAlchemy would compile the statement again.
     """
     insert = (_BoundedInsert if bounded else Insert)(marker)
-    return insert.from_select(["message_id", "handler", "processed_at", "occurred_at"], _GIVEN.columns())
+    columns = ["message_id", "handler", "processed_at", "occurred_at", *(["digest"] if digest else [])]
+    rows = text(_GIVEN.format(**_LENGTHS, **(_DIGEST if digest else dict.fromkeys(_DIGEST, ""))))
+    return insert.from_select(columns, rows.columns())
 
 
 def given(keys: Sequence[Parameters]) -> dict[str, str]:
     """Return the parameters of ``insert_given``: JSON in hexadecimal digits, as are its texts (see ``columns``)."""
     rows = [
-        (key["message_id"].encode().hex(), key["handler"].encode().hex(), in_utc(key["occurred_at"])) for key in keys
+        (
+            key["message_id"].encode().hex(),
+            key["handler"].encode().hex(),
+            in_utc(key["occurred_at"]),
+            None if (digest := key.get("digest")) is None else digest.hex(),
+        )
+        for key in keys
     ]
     bounds = {name: value for name, value in keys[0].items() if name == "wait_ms"}
     return {"given": json.dumps(rows, default=str).encode().hex(), **bounds}

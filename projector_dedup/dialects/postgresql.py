@@ -16,6 +16,7 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Delete,
+    LargeBinary,
     Subquery,
     Table,
     Text,
@@ -140,26 +141,27 @@ class PostgreSQL(Dialect):
         """Return a block in which each new connection of the pool is asked whether it leads through a pooler."""
         return asking()
 
-    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1, digest: bool = False) -> Executable:
         """Return an INSERT that skips markers that are there: an error for such a marker would abort the transaction.
 
         Its row count says how many markers are new; for several names RETURNING says which.
         """
-        occurred_at: ColumnElement[Any] = bindparam("occurred_at", type_=_COLUMNS["occurred_at"])
-        if names > 1:
-            occurred_at = cast(occurred_at, _COLUMNS["occurred_at"])  # psycopg2's NULL would be text in a UNION
+        others = {name: kind for name, kind in (_WITH_DIGEST if digest else _COLUMNS).items() if name not in _CONFLICT}
+        given: dict[str, ColumnElement[Any]] = {name: bindparam(name, type_=kind) for name, kind in others.items()}
+        if names > 1:  # a parameter without a type would be text in a UNION
+            given = {name: cast(given[name], kind) for name, kind in others.items()}
         rows: list[dict[str, ColumnElement[Any]]] = [
             {
                 "message_id": bindparam("message_id", type_=Text()),
                 "handler": bindparam(handler, type_=Text()),
-                "occurred_at": occurred_at,
+                **given,
             }
             for handler in handler_parameters(names)
         ]
         before = _before(bounded=bounded)
         selects = [select(*row.values()).select_from(before) for row in rows]
-        given = selects[0] if names == 1 else union_all(*selects)
-        statement = insert(marker).from_select(list(_COLUMNS), given)
+        claimed = selects[0] if names == 1 else union_all(*selects)
+        statement = insert(marker).from_select(list(rows[0]), claimed)
         statement = statement.on_conflict_do_nothing(index_elements=_CONFLICT).execution_options(preserve_rowcount=True)
         return statement if names == 1 else statement.returning(marker.c.handler)
 
@@ -388,6 +390,7 @@ _COLUMNS: dict[str, TypeEngine[Any]] = {
     "handler": Text(),
     "occurred_at": DateTime(timezone=True),
 }
+_WITH_DIGEST: dict[str, TypeEngine[Any]] = {**_COLUMNS, "digest": LargeBinary()}
 _CONFLICT = ["message_id", "handler"]  # named, so that a table without the unique index is an error, not a double apply
 
 
@@ -408,7 +411,8 @@ def _take_back(connection: Connection, marker: Table, keys: Sequence[Key]) -> No
 
 def _insert(marker: Table, keys: Sequence[Parameters]) -> tuple[Executable, dict[str, Any]]:
     """Return an INSERT of any number of markers, and its parameters; it gives the key of each one that is new."""
-    lists = tuple(name for name in _COLUMNS if name != "handler" or len({key["handler"] for key in keys}) > 1)
+    columns = _WITH_DIGEST if "digest" in keys[0] else _COLUMNS
+    lists = tuple(name for name in columns if name != "handler" or len({key["handler"] for key in keys}) > 1)
     shared = [name for name in ("handler", "wait_ms") if name in keys[0] and name not in lists]
     parameters: dict[str, Any] = {f"{name}s": [key[name] for key in keys] for name in lists}
     return _insert_many(marker, lists, "wait_ms" in shared), parameters | {name: keys[0][name] for name in shared}
@@ -417,11 +421,12 @@ def _insert(marker: Table, keys: Sequence[Parameters]) -> tuple[Executable, dict
 @cache
 def _insert_many(marker: Table, lists: tuple[str, ...], bounded: bool) -> Executable:
     """Return an INSERT with an array for each column of ``lists``; the other columns are the same in all rows."""
-    arrays = [bindparam(f"{name}s", type_=ARRAY(_COLUMNS[name])) for name in lists]
+    columns = _WITH_DIGEST if "digest" in lists else _COLUMNS
+    arrays = [bindparam(f"{name}s", type_=ARRAY(columns[name])) for name in lists]
     given = func.unnest(*arrays).table_valued(*lists, name="given").render_derived()
-    rows = select(*(given.c[name] if name in lists else bindparam(name, type_=_COLUMNS[name]) for name in _COLUMNS))
+    rows = select(*(given.c[name] if name in lists else bindparam(name, type_=columns[name]) for name in columns))
     rows = rows.select_from(given.join(_before(bounded=bounded), true()))
-    statement = insert(marker).from_select(list(_COLUMNS), rows).on_conflict_do_nothing(index_elements=_CONFLICT)
+    statement = insert(marker).from_select(list(columns), rows).on_conflict_do_nothing(index_elements=_CONFLICT)
     return statement.returning(marker.c.message_id, marker.c.handler)
 
 

@@ -94,7 +94,7 @@ class SQLite(Dialect):
         """
         self.begin(connection, None, None)
 
-    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1) -> Executable:
+    def claim_statement(self, marker: Table, *, bounded: bool, names: int = 1, digest: bool = False) -> Executable:
         """Return an INSERT that skips existing markers.
 
         ON CONFLICT names its columns, so that a table without the unique index causes an error, and no message is
@@ -105,6 +105,7 @@ class SQLite(Dialect):
                 "message_id": bindparam("message_id"),
                 "handler": bindparam(handler),
                 "occurred_at": bindparam("occurred_at", type_=marker.c.occurred_at.type),
+                **({"digest": bindparam("digest", type_=marker.c.digest.type)} if digest else {}),
             }
             for handler in handler_parameters(names)
         ]
@@ -126,7 +127,7 @@ class SQLite(Dialect):
 
     def claim_many(self, connection: Connection, marker: Table, keys: Sequence[Parameters]) -> set[Key]:
         """Claim several markers by INSERTs that return the new ones, and return their keys."""
-        return {(row[0], row[1]) for row in connection.execute(_claim_many(marker), list(keys))}
+        return {(row[0], row[1]) for row in connection.execute(_claim_many(marker, tuple(keys[0])), list(keys))}
 
     def status(self, driver_connection: Any) -> Status:
         """Return OPEN or NONE as SQLite's library reports it, or BUSY for a closed connection. Do not read the file."""
@@ -154,8 +155,8 @@ class SQLite(Dialect):
 
 
 @cache
-def _claim_many(marker: Table) -> Executable:
-    values: dict[str, Any] = {name: bindparam(name) for name in ("message_id", "handler", "occurred_at")}
+def _claim_many(marker: Table, parameters: tuple[str, ...]) -> Executable:
+    values: dict[str, Any] = {name: bindparam(name) for name in parameters if name in marker.c}
     statement = insert(marker).values(values).on_conflict_do_nothing(index_elements=["message_id", "handler"])
     return statement.returning(marker.c.message_id, marker.c.handler)
 

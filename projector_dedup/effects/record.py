@@ -36,7 +36,7 @@ from ..commands.record import MAX_CODEC_BYTES, RESULT, RecordKey
 from ..dialects import dialect_of
 from ..dialects.columns import exact_bytes, exact_text, now_ms, utc_now
 from ..message import printable
-from ..tables import DedupTables, make_tables
+from ..tables import DedupTables, key_tables
 
 DEFAULT_NAME = "external_effect"
 DONE = RESULT  #: the outcomes of effects are numbered like those of commands
@@ -75,7 +75,7 @@ def make_effect_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str
 
     Raises the errors of ``make_tables``.
     """
-    tables = make_tables(metadata, name, schema)
+    tables = key_tables(metadata, name, schema)
     finished = tables.marker.c.processed_at
     finished.nullable, finished.server_default = True, None  # an unfinished row has no age, so it cannot be pruned
     for column in (

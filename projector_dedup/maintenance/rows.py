@@ -36,7 +36,7 @@ from ..tables import DedupTables, default_tables
 from .databases import database_of
 from .rebuilds import refuse_kept
 from .running import PASSING, connected_to, run_with_retries
-from .schema import require_tables
+from .schema import columns_there, require_tables
 from .state import insert_state, pruned_key, read_state
 
 MAX_BATCH_SIZE = 10_000
@@ -56,6 +56,7 @@ class Marker:
     processed_at: datetime
     occurred_at: datetime | None
     age: timedelta
+    digest: str | None  #: of the body, in hexadecimal; None if the message had none
 
 
 def find(engine: Engine, message_id: object, *, tables: DedupTables = default_tables) -> list[Marker]:
@@ -72,13 +73,16 @@ def find_rows(engine: Engine, message_id: str, tables: DedupTables) -> list[tupl
     marker = tables.marker
     with connected_to(engine, tables) as connection:
         now = database_of(engine).now(connection)
-        statement = select(marker).where(marker.c.message_id == message_id).order_by(marker.c.handler)
+        columns = columns_there(connection, marker)
+        statement = select(*columns).where(marker.c.message_id == message_id).order_by(marker.c.handler)
         rows = connection.execute(statement).all()
     found = []
     for row in rows:
         at = in_utc(row.processed_at)
         occurred = None if row.occurred_at is None else in_utc(row.occurred_at)
-        found.append((Marker(row.message_id, row.handler, at, occurred, now - at), row))
+        digest = getattr(row, "digest", None)
+        shown = None if digest is None else bytes(digest).hex()
+        found.append((Marker(row.message_id, row.handler, at, occurred, now - at, shown), row))
     return found
 
 
@@ -257,7 +261,8 @@ def rename(
         )
     with connected_to(engine, tables) as connection:
         refuse_kept(connection, tables, [old, new])
-    batch = _Batch(tables.marker, old, new, batch_size, remove_old=remove_old, dry_run=dry_run)
+        columns = [column.name for column in columns_there(connection, tables.marker)]
+    batch = _Batch(tables.marker, old, new, batch_size, columns, remove_old=remove_old, dry_run=dry_run)
     policy = RetryPolicy()
     total, last = Renamed(), ""  # the empty text is before every id
     while True:
@@ -289,8 +294,18 @@ def _tell_of_pruned(dialect: Dialect, tables: DedupTables, old: str, new: str, c
 class _Batch:
     """The statements of one run. Each batch begins after the last id of the batch before it."""
 
-    def __init__(self, marker: Table, old: str, new: str, batch_size: int, *, remove_old: bool, dry_run: bool) -> None:
-        self._marker, self._old, self._new = marker, old, new
+    def __init__(
+        self,
+        marker: Table,
+        old: str,
+        new: str,
+        batch_size: int,
+        columns: Sequence[str],
+        *,
+        remove_old: bool,
+        dry_run: bool,
+    ) -> None:
+        self._marker, self._old, self._new, self._columns = marker, old, new, columns
         self._remove_old, self._dry_run = remove_old, dry_run
         self._look, self._copy, self._remove = self._looking(batch_size), self._copying(), self._removing()
         self._effects = self._locking() if "lease_until" in marker.c else None
@@ -348,8 +363,7 @@ class _Batch:
     def _copying(self) -> Insert:
         source, twin = self._marker.alias("source"), self._marker.alias("twin")
         name = literal(self._new, self._marker.c.handler.type).label("handler")
-        columns = [column.name for column in self._marker.columns]
-        copies = select(*(name if each == "handler" else source.c[each] for each in columns)).where(
+        copies = select(*(name if each == "handler" else source.c[each] for each in self._columns)).where(
             source.c.handler == self._old,
             source.c.message_id > bindparam("after"),
             source.c.message_id <= bindparam("last"),
@@ -358,7 +372,7 @@ class _Batch:
             .where(twin.c.message_id == source.c.message_id, twin.c.handler == self._new)
             .correlate(source),
         )
-        return self._marker.insert().from_select(columns, copies)
+        return self._marker.insert().from_select(self._columns, copies)
 
     def _removing(self) -> Delete:
         # Remove only markers that this batch has read and copied, because old code may have written others since.

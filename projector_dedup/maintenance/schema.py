@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import Dialect, MetaData, Table, insert, inspect, make_url
+from sqlalchemy import Column, Dialect, MetaData, Table, insert, inspect, make_url, update
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy.schema import CreateColumn, CreateIndex, CreateTable
 
 from ..commands import CommandTables
 from ..effects import EffectTables
 from ..errors import MissingTableError
-from ..tables import DedupTables, default_tables, full_name
+from ..tables import SINCE, DedupTables, default_tables, full_name
 from .databases import database_of
 from .findings import Finding, advice
 from .running import connected_to
 from .state import SCHEMA_VERSION, read_state
 
 KINDS: tuple[type[DedupTables], ...] = (DedupTables, CommandTables, EffectTables)
-"""The kinds of tables. Each has the columns of those before it, and some of its own."""
+"""The kinds of tables. All have the same key, and each has columns of its own."""
 
 _OF_ANY_KIND = {
     column.name for kind in KINDS for column in kind.make(MetaData(), kind.default_name, None).marker.columns
@@ -71,7 +71,8 @@ def _table_findings(connection: Connection, table: Table, tables: DedupTables) -
         return
     for column in table.columns:
         if column.name not in present:
-            yield Finding(f"{name} has no column {column.name}", remedy)
+            works = column.info.get(SINCE) == tables.version  # with the version before
+            yield Finding(f"{name} has no column {column.name}", remedy, fatal=not works)
             continue
         found = present[column.name]
         if column.server_default is not None and found["nullable"] and found["default"] is None:
@@ -108,6 +109,15 @@ def _table_findings(connection: Connection, table: Table, tables: DedupTables) -
             yield advice(f"{name} has no index on {first}", "create it, or cleanup reads the whole table")
 
 
+def columns_there(connection: Connection, table: Table) -> list[Column[Any]]:
+    """Return the columns of ``table`` without those that only a newer version added to it. It may be missing."""
+    inspector, schema = inspect(connection), connection.schema_for_object(table)
+    if not inspector.has_table(table.name, schema=schema):
+        return list(table.columns)
+    present = {column["name"] for column in inspector.get_columns(table.name, schema=schema)}
+    return [column for column in table.columns if column.name in present or SINCE not in column.info]
+
+
 def has_default(column: str, remedy: str) -> Finding:
     """Return the finding that a row gets a time before it has an outcome."""
     return Finding(
@@ -140,9 +150,7 @@ def ddl(database: str, tables: DedupTables = default_tables) -> str:
 
     Raises ``sqlalchemy.exc.NoSuchModuleError`` for a database that SQLAlchemy does not support.
     """
-    dialect_class: Any = make_url(f"{database}://").get_dialect()
-    dialect: Dialect = dialect_class(paramstyle="named")  # a driver's own would double each % of a name
-    both = (tables.marker, tables.state)
+    dialect, both = _printing(database), (tables.marker, tables.state)
     version = insert(tables.state).values(key=SCHEMA_VERSION, value=str(tables.version))
     statements = [
         *(CreateTable(table).compile(dialect=dialect) for table in both),
@@ -153,3 +161,25 @@ def ddl(database: str, tables: DedupTables = default_tables) -> str:
     grants = [f"-- GRANT {_RIGHTS} ON {name} TO <application user>;" for name in names]
     rights = "-- The user that delivers, checks and cleans up needs these rights, and no others:"
     return "\n".join([*(f"{str(statement).strip()};\n" for statement in statements), rights, *grants, ""])
+
+
+def upgrade_ddl(database: str, tables: DedupTables = default_tables) -> str:
+    """Return the SQL that brings tables of the version before to this version, or "" if there was none before.
+
+    Raises like ``ddl``.
+    """
+    dialect, marker, state = _printing(database), tables.marker, tables.state
+    name = dialect.identifier_preparer.format_table(marker)
+    new = [column for column in marker.columns if column.info.get(SINCE) == tables.version]
+    version = update(state).where(state.c.key == SCHEMA_VERSION).values(value=str(tables.version))
+    statements = [
+        *(f"ALTER TABLE {name} ADD COLUMN {CreateColumn(column).compile(dialect=dialect)}" for column in new),
+        *([version.compile(dialect=dialect, compile_kwargs={"literal_binds": True})] if new else []),
+    ]
+    return "\n".join(f"{str(statement).strip()};\n" for statement in statements)
+
+
+def _printing(database: str) -> Dialect:
+    dialect_class: Any = make_url(f"{database}://").get_dialect()
+    dialect: Dialect = dialect_class(paramstyle="named")  # a driver's own would double each % of a name
+    return dialect

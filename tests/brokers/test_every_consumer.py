@@ -188,7 +188,8 @@ def test_every_delivery_is_observed_with_its_broker_and_its_reason(consumer: Ada
 
 
 def test_poison_is_kept_with_its_reason_and_replayed_after_the_mend(consumer: Adapter) -> None:
-    """Others are applied meanwhile; the message is applied once, however often it comes after that."""
+    """Others are applied meanwhile; the message is applied once, however often it comes after that, with one body."""
+    NOTES.all.clear()
     RULES["b"] = "poison"
     consumer.pay((1, "a"), (2, "b"), (3, "a"))
     consumer.consume_until(lambda: consumer.settled({"a": 2})() and len(consumer.queue.dead()) == 1)
@@ -200,6 +201,21 @@ def test_poison_is_kept_with_its_reason_and_replayed_after_the_mend(consumer: Ad
     consumer.consume_until(consumer.settled({"a": 2, "b": 1}))
     assert consumer.queue.dead() == []
     assert consumer.queue.replay() == 0
+    assert "other_body" not in {each.outcome for each in NOTES.all}
+
+
+def test_another_body_under_a_known_id_is_told(consumer: Adapter) -> None:
+    """By the bytes of the body alone. A task of Celery has none."""
+    NOTES.all.clear()
+    consumer.pay((1, "a"))
+    consumer.consume_until(consumer.settled({"a": 1}))
+    consumer.queue.publish([Sent("p1", payment(1, "a", 7)), Sent("p1", payment(1, "a"))])
+    consumer.consume_until(
+        lambda: [each.kind for each in NOTES.all].count("message") == 3 and consumer.queue.left() == 0
+    )
+    expected = ["duplicate", "duplicate" if type(consumer).__name__ == "Celery" else "other_body"]
+    assert sorted(each.outcome for each in NOTES.all if each.kind == "message") == ["applied", *expected]
+    assert consumer.applied == ({"a": 1}, 1)
 
 
 def test_a_replay_ends_while_a_producer_goes_on_with_poison(consumer: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:

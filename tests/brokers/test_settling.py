@@ -1,9 +1,11 @@
 """A delivery is answered by a verdict: acknowledged after the commit, delayed, or rejected; the consumer lives on."""
 
 import asyncio
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ from projector_dedup.errors import (
     InvalidMessageError,
     InvalidMessageIdError,
     MissingTableError,
+    OtherBodyError,
     UnhandledMessage,
 )
 from projector_dedup.message import IdExtractor, attribute_or_key, by_path
@@ -76,21 +79,25 @@ class Rig:
         self.url = database.async_url
 
     def settle(
-        self, *incoming: Incoming, batch: bool = False, extractor: IdExtractor = attribute_or_key, **options: Any
+        self,
+        *incoming: Incoming,
+        batch: bool = False,
+        extractor: IdExtractor = attribute_or_key,
+        other_body: Any = "log",
+        **options: Any,
     ) -> list[Settled]:
         """Deliver, one by one or in one batch."""
+        given: dict[str, Any] = {"type": by_path("type"), "message_id": extractor, "other_body": other_body}
         if self.asynchronous:
-            return asyncio.run(self._asettle(incoming, batch, extractor, **options))
-        factory = sessionmaker(self.engine)
-        settling = Settling(Dispatcher(factory, Payments(), type=by_path("type"), message_id=extractor), **options)
+            return asyncio.run(self._asettle(incoming, batch, given, **options))
+        settling = Settling(Dispatcher(sessionmaker(self.engine), Payments(), **given), **options)
         return settling.deliver_batch(incoming) if batch else [settling.deliver(each) for each in incoming]
 
     async def _asettle(
-        self, incoming: tuple[Incoming, ...], batch: bool, extractor: IdExtractor, **options: Any
+        self, incoming: tuple[Incoming, ...], batch: bool, given: dict[str, Any], **options: Any
     ) -> list[Settled]:
         engine = create_async_engine(self.url)
-        factory = async_sessionmaker(engine)
-        dispatcher = AsyncDispatcher(factory, AsyncPayments(), type=by_path("type"), message_id=extractor)
+        dispatcher = AsyncDispatcher(async_sessionmaker(engine), AsyncPayments(), **given)
         settling = Settling(dispatcher, asynchronous=True, **options)
         try:
             if batch:
@@ -133,6 +140,7 @@ LABELS: dict[type[Exception], str] = {
     MissingTableError: "refused",
     CommitOutcomeUnknown: "database",
     PoolTimeoutError: "database",
+    OtherBodyError: "other_body",
     KeyError: "handler",
 }
 
@@ -161,6 +169,31 @@ def test_a_message_is_acknowledged_when_it_is_applied_or_was_applied(rig: Rig, b
         assert settled == [Settled(), Settled()]
         assert all(each.acknowledge and not each.reject for each in settled)
     assert rig.applied == ({"UA": 200}, 2)
+
+
+@BATCH
+@EITHER
+def test_the_digest_is_that_of_the_body_unless_the_converter_gives_one(rig: Rig, batch: bool) -> None:
+    """A body that is empty has none. The headers, and the number of the delivery, do not count."""
+    digest = hashlib.sha256(b"of the fields that count").digest()
+
+    def convert(incoming: Incoming) -> object:
+        found = json_event(replace(incoming, body=paid().body))
+        return replace(found, digest=digest) if incoming.headers.get("given") else found
+
+    other = replace(paid(1), body=paid(1).body + b" ")
+    empty, given = replace(paid(2), body=b""), paid(3, headers={"given": "1"})
+    first = [paid(1), empty, given]
+    again = [paid(1, attempt=3, headers={"x": "y"}), other, paid(2), replace(given, body=other.body)]
+    assert rig.settle(*first, convert=convert, batch=batch) == [Settled()] * 3
+    with rig.engine.connect() as connection:
+        stored = connection.execute(text("SELECT message_id, digest FROM processed_message ORDER BY message_id")).all()
+    assert [*map(tuple, stored)] == [
+        *(("m1", hashlib.sha256(paid(1).body).digest()[:16]), ("m2", None), ("m3", digest[:16]))
+    ]
+    settled = rig.settle(*again, convert=convert, batch=batch, other_body="reject")
+    assert [each.label for each in settled] == [None, "other_body", None, None]
+    assert rig.applied == ({"UA": 300}, 3)
 
 
 @BATCH

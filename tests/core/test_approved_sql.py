@@ -14,6 +14,7 @@ from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from projector_dedup.bodies import other_body
 from projector_dedup.commands.record import RESULT, Record, default_command_tables, recalling, recording
 from projector_dedup.dialects import Dialect, dialect_of
 from projector_dedup.dialects.claims import lookup_statement
@@ -45,10 +46,13 @@ def statements(engine: Engine) -> dict[str, Any]:
         "claim, with claim_timeout": dialect.claim_statement(marker, bounded=True),
         "claim, with a former name": dialect.claim_statement(marker, bounded=False, names=2),
         "claim, with both": dialect.claim_statement(marker, bounded=True, names=2),
+        "claim, with a digest": dialect.claim_statement(marker, bounded=False, digest=True),
+        "claim, with a digest and a former name": dialect.claim_statement(marker, bounded=False, names=2, digest=True),
         **(
             {
                 "claim of several": insert_given(marker, bounded=False),
                 "claim of several, with claim_timeout": insert_given(marker, bounded=True),
+                "claim of several, with digests": insert_given(marker, bounded=False, digest=True),
             }
             if engine.name == "mariadb"
             else {}
@@ -56,6 +60,7 @@ def statements(engine: Engine) -> dict[str, Any]:
         **({"which of them did the claim meet?": met_by_claim(marker, 2)} if engine.name == "mariadb" else {}),
         **({"was it this marker that the claim met?": met_by_claim(marker)} if engine.name == "mariadb" else {}),
         "is the marker there? (for the text of an error)": lookup_statement(marker),
+        "has the duplicate another body?": other_body(marker, {"message_id": "m", "digest": b""}, ["h"]).statement,
         "prune one batch": database_of(engine).cleanup_statement(expired),
         "prune one batch of a handler": database_of(engine).cleanup_statement(replace(expired, handler="h")),
         "is anything left to prune?": expired.any(),

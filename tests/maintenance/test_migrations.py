@@ -35,7 +35,7 @@ def test_our_revisions_yield_what_make_tables_does(database: Database, engine: E
     project.alembic("upgrade", "heads")
     assert described(engine) == expected
     assert fatal(engine) == []
-    assert state_of(engine) == {"schema_version": "1"}
+    assert state_of(engine) == {"schema_version": "2"}
     project.alembic("downgrade", "projector_dedup@base")
     assert inspect(engine).get_table_names() == ["alembic_version"]
 
@@ -51,7 +51,7 @@ def test_our_revisions_can_be_written_to_a_file(database: Database, engine: Engi
     said = project.alembic("upgrade", "heads", "--sql").splitlines()
     run_script(engine, "\n".join(line for line in said if not line.startswith("INFO ")))
     assert described(engine) == expected
-    assert state_of(engine) == {"schema_version": "1"}
+    assert state_of(engine) == {"schema_version": "2"}
 
 
 def test_the_newest_revision_is_that_of_one_kind_of_tables() -> None:

@@ -7,6 +7,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Column, Engine, MetaData, String, Table, Text, create_engine, event, func, select, text
+from sqlalchemy.orm import sessionmaker
 
 from alembic_project import run_python
 from databases import Database
@@ -21,7 +22,7 @@ from owning import (  # noqa: F401  # second_schema is a fixture
     state_of,
     twice,
 )
-from projector_dedup import Outcome, make_tables
+from projector_dedup import Message, Outcome, make_tables
 from projector_dedup.commands import make_command_tables
 from projector_dedup.effects import make_effect_tables
 from projector_dedup.errors import MissingTableError
@@ -31,7 +32,7 @@ from projector_dedup.maintenance.rows import find, forget, rename
 from projector_dedup.maintenance.schema import ddl, require_tables
 from projector_dedup.maintenance.state import write_state
 from projector_dedup.maintenance.stats import ages, handlers_of
-from projector_dedup.tables import DedupTables, default_tables
+from projector_dedup.tables import DedupTables, ProcessedMessage, default_tables, key_tables
 from projector_dedup.tables import default_metadata as metadata
 
 # The SQL ---------------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ def test_the_command_schema_prints_what_makes_the_tables(database: Database) -> 
     engine = create_engine(database.url())
     run_script(engine, done.stdout)
     assert fatal(engine, make_tables(MetaData(), "inbox")) == []
-    assert state_of(engine, make_tables(MetaData(), "inbox")) == {"schema_version": "1"}
+    assert state_of(engine, make_tables(MetaData(), "inbox")) == {"schema_version": "2"}
     engine.dispose()
 
 
@@ -82,20 +83,65 @@ def test_a_name_that_is_too_long_is_told_in_one_line(sqlite: Database) -> None:
 # Versions --------------------------------------------------------------------------------------------------------
 
 
-def test_code_of_the_old_version_claims_after_an_upgrade(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that was claimed before or after it is lost or applied again, and `check` calls the tables ready."""
+def make_tables_of_the_version_before(engine: Engine) -> DedupTables:
+    """Make the tables as the code before made them; return what it claims in."""
+    before = key_tables(MetaData(), "processed_message", None)
+    run_script(engine, ddl(engine.dialect.name, before))
+    run_script(engine, "UPDATE processed_message_state SET value = '1'")
+    return before
+
+
+def test_code_of_the_old_version_claims_after_an_upgrade(engine: Engine) -> None:
+    """The SQL makes the new tables of the old ones; nothing that was claimed before or after is lost or doubled."""
     run_script(engine, ddl(engine.dialect.name))
-    assert deliver(engine, "before") is Outcome.APPLIED
-    run_script(
-        engine,
-        "ALTER TABLE processed_message ADD COLUMN note TEXT; UPDATE processed_message_state SET value = '2'",
+    expected, version = described(engine), state_of(engine)
+    metadata.drop_all(engine)
+    before = make_tables_of_the_version_before(engine)
+    assert deliver(engine, "before", before) is Outcome.APPLIED
+    done = run_python("-m", "projector_dedup", "schema", "--upgrade", "--dialect", engine.dialect.name)
+    run_script(engine, done.stdout)
+    assert (described(engine), state_of(engine), fatal(engine)) == (expected, version, [])
+    assert deliver(engine, "after", before) is Outcome.APPLIED
+    for tables in (before, default_tables):
+        assert {deliver(engine, each, tables) for each in ("before", "after")} == {Outcome.DUPLICATE}
+    assert rows_of(engine, default_tables) == 2
+
+
+def test_only_tables_that_have_changed_are_upgraded() -> None:
+    """Those of commands and effects are the same as in the version before."""
+    done = run_python("-m", "projector_dedup", "schema", "--upgrade", "--commands")
+    assert (done.returncode, done.stderr) == (
+        *(1, "Error: the tables of commands are the same as in the version before\n"),
     )
-    assert deliver(engine, "after") is Outcome.APPLIED
-    assert {deliver(engine, each) for each in ("before", "after")} == {Outcome.DUPLICATE}
-    with engine.connect() as connection:
-        assert connection.scalar(select(func.count()).select_from(default_tables.marker)) == 2
-    monkeypatch.setattr(DedupTables, "revisions", ("a revision",) * 2)
+
+
+def test_everything_works_on_the_tables_of_the_version_before(engine: Engine) -> None:
+    """What looks after the tables, too; `check` advises to upgrade them, and calls them ready."""
+    make_tables_of_the_version_before(engine)
+    assert deliver(engine, "1") is Outcome.APPLIED
+    assert [each.digest for each in find(engine, "1")] == [None]
+    assert rename(engine, "h", "new").copied == 1
+    assert forget(engine, "1", handler="new") == 1
+    for look in LOOKS[:-1]:
+        look(engine)
+    advice = [each.problem for each in check(engine) if not each.fatal and "processed_message" in each.problem]
     assert fatal(engine) == []
+    assert advice == [
+        "processed_message has no column digest",
+        "processed_message is at schema version 1, and this code is for 2",
+    ]
+    with sessionmaker(engine)() as session:
+        assert session.scalars(select(ProcessedMessage.message_id)).all() == ["1"]
+        assert [each.handler for each in session.scalars(select(ProcessedMessage))] == ["h"]
+
+
+def test_a_renamed_handler_compares_with_what_the_old_name_stored(engine: Engine) -> None:
+    """`rename` copies the digest too, and `find` returns it."""
+    metadata.create_all(engine)
+    digest = bytes(range(32))
+    assert deliver(engine, Message("1", {}, digest=digest)) is Outcome.APPLIED
+    assert rename(engine, "h", "new").copied == 1
+    assert [each.digest for each in find(engine, "1")] == [digest[:16].hex()] * 2
 
 
 @pytest.mark.parametrize(

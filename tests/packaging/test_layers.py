@@ -23,7 +23,7 @@ TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and tho
         "json_numbers",
     },
     "databases": {"dialects", "tables"},
-    "the transaction": {"options", "guard", "reentry", "markers", "late", "read_models", "opening"},
+    "the transaction": {"options", "guard", "reentry", "markers", "late", "bodies", "read_models", "opening"},
     "delivering": {
         *("handler", "building", "waiting", "retry", "unit_of_work", "own_event", "delivery", "batch"),
         *("observer", "projector", "dispatcher", "verdict"),

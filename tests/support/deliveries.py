@@ -22,6 +22,7 @@ from projector_dedup.commands import (
 )
 from projector_dedup.errors import BatchFailed
 
+DIGEST = bytes(16)
 ROWS = [f"row {number}" for number in range(10)]
 
 
@@ -60,19 +61,21 @@ def one(
     strict: bool = False,
     claim_timeout: float | None = None,
     missing: bool = False,
+    digest: bytes | None = None,
     **settings: Any,
 ) -> Deliver:
-    """A message for itself, new each time or `known`, about a row that is there or `missing`."""
+    """A message for itself, new each time or `known`, about a row that is there or `missing`, perhaps with a digest."""
     handler = harness.handler(add_or_fail, name, **settings)
     dispatcher = harness.dispatcher(handler, strict=strict, claim_timeout=claim_timeout)
 
     def deliver(number: int, _size: int) -> None:
         row = f"{name[-5:]} {number}" if missing else "row 0"
-        delivery = harness.deliver(dispatcher, Added((row,)), "known" if known else f"new-{number}")
+        message = Message("known" if known else f"new-{number}", Added((row,)), digest=digest)
+        delivery = harness.deliver(dispatcher, message, None)
         assert delivery.outcome is (Outcome.DUPLICATE if known else Outcome.APPLIED)
 
     if known:
-        harness.deliver(dispatcher, Added(("row 0",)), "known")
+        harness.deliver(dispatcher, Message("known", Added(("row 0",)), digest=digest), None)
     return deliver
 
 
@@ -96,6 +99,7 @@ def many(
     fails: bool = False,
     body: Any = add_or_fail,
     batch: bool = False,
+    digest: bytes | None = None,
     **settings: Any,
 ) -> Deliver:
     """A batch on ten rows: all new, every second (2) or each (1) `known`, or the one in the middle `fails`."""
@@ -105,7 +109,7 @@ def many(
         for place in range(size):
             kind = "known" if known and place % known == 0 else f"new-{number}"
             poison = fails and place == size // 2
-            yield Message(f"{kind}-{place}", Added((ROWS[place % 10],), -1 if poison else 1))
+            yield Message(f"{kind}-{place}", Added((ROWS[place % 10],), -1 if poison else 1), digest=digest)
 
     def deliver(number: int, size: int) -> None:
         try:
@@ -155,6 +159,8 @@ WAYS: dict[str, Callable[[Harness, str], Deliver]] = {
     "new message": one,
     "missing row": partial(one, missing=True),
     "redelivery": partial(one, known=True),
+    "new message, digest": partial(one, digest=DIGEST),
+    "redelivery, digest": partial(one, known=True, digest=DIGEST),
     "ten new, one redelivered": stream,
     "strict": partial(one, strict=True),
     "claim_timeout": partial(one, claim_timeout=1.0),
@@ -163,6 +169,9 @@ WAYS: dict[str, Callable[[Harness, str], Deliver]] = {
     "batch of 100": many,
     "batch, all known": partial(many, known=1),
     "batch, half known": partial(many, known=2),
+    "batch of 100, digests": partial(many, digest=DIGEST),
+    "batch, all known, digests": partial(many, known=1, digest=DIGEST),
+    "batch, half known, digests": partial(many, known=2, digest=DIGEST),
     "batch, one fails": partial(many, fails=True),
     "batch=True, a loop": partial(many, body=add_each, batch=True),
     "batch=True, one UPDATE": partial(many, body=add_all, batch=True),

@@ -9,7 +9,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from alembic_project import another_schema
 from databases import Database
-from projector_dedup import Dispatcher, Outcome, on, projector
+from projector_dedup import Dispatcher, Message, Outcome, on, projector
 from projector_dedup.commands import Call, Commands, CommandTables, command
 from projector_dedup.effects import Attempt, Effects, EffectTables, effect, stop
 from projector_dedup.maintenance.check import check
@@ -45,9 +45,10 @@ def charge(amount: int, attempt: Attempt) -> str:
     return f"{amount} by attempt {attempt.number} at {attempt.key}"
 
 
-def deliver(engine: Engine, message_id: str, tables: DedupTables = default_tables) -> Outcome:
-    """Deliver one message."""
-    return Dispatcher(sessionmaker(engine), handler, tables=tables).deliver({}, message_id=message_id).outcome
+def deliver(engine: Engine, message: str | Message, tables: DedupTables = default_tables) -> Outcome:
+    """Deliver one message, which may be given by its id."""
+    given = Message(message, {}) if isinstance(message, str) else message
+    return Dispatcher(sessionmaker(engine), handler, tables=tables).deliver(given).outcome
 
 
 def twice(engine: Engine, tables: DedupTables) -> list[Outcome]:

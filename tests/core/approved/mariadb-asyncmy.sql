@@ -4,6 +4,7 @@ CREATE TABLE processed_message (
     handler VARBINARY(255) NOT NULL,
     processed_at DATETIME(6) NOT NULL DEFAULT (utc_timestamp(6)),
     occurred_at DATETIME(6),
+    digest MEDIUMBLOB,
     CONSTRAINT pk_processed_message PRIMARY KEY (message_id, handler)
 )ENGINE=InnoDB DEFAULT CHARSET=utf8mb4
 
@@ -29,6 +30,12 @@ INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) S
 -- claim, with both
 SET STATEMENT max_statement_time = %s / 1000, innodb_lock_wait_timeout = %s div 1000 + 2 FOR INSERT INTO processed_message (message_id, handler, occurred_at, processed_at) SELECT unhex(%s) AS anon_1, unhex(%s) AS anon_2, %s AS anon_3, (utc_timestamp(6)) AS anon_4 UNION ALL SELECT unhex(%s) AS anon_5, unhex(%s) AS anon_6, %s AS anon_7, (utc_timestamp(6)) AS anon_8
 
+-- claim, with a digest
+INSERT INTO processed_message (message_id, handler, processed_at, occurred_at, digest) VALUES (unhex(%s), unhex(%s), (utc_timestamp(6)), %s, unhex(%s))
+
+-- claim, with a digest and a former name
+INSERT INTO processed_message (message_id, handler, occurred_at, processed_at, digest) SELECT unhex(%s) AS anon_1, unhex(%s) AS anon_2, %s AS anon_3, (utc_timestamp(6)) AS anon_4, unhex(%s) AS anon_5 UNION ALL SELECT unhex(%s) AS anon_6, unhex(%s) AS anon_7, %s AS anon_8, (utc_timestamp(6)) AS anon_9, unhex(%s) AS anon_10
+
 -- claim of several
 INSERT INTO processed_message (message_id, handler, processed_at, occurred_at)
     SELECT unhex(message_id), unhex(handler), utc_timestamp(6), occurred_at
@@ -47,6 +54,16 @@ SET STATEMENT max_statement_time = %s / 1000, innodb_lock_wait_timeout = %s div 
         occurred_at DATETIME(6) PATH '$[2]'
     )) AS given
 
+-- claim of several, with digests
+INSERT INTO processed_message (message_id, handler, processed_at, occurred_at, digest)
+    SELECT unhex(message_id), unhex(handler), utc_timestamp(6), occurred_at, unhex(digest)
+    FROM json_table(convert(unhex(%s) USING utf8mb4), '$[*]' COLUMNS (
+        message_id VARCHAR(1024) CHARACTER SET utf8mb4 PATH '$[0]',
+        handler VARCHAR(510) CHARACTER SET utf8mb4 PATH '$[1]',
+        occurred_at DATETIME(6) PATH '$[2]',
+        digest VARCHAR(32) CHARACTER SET utf8mb4 PATH '$[3]'
+    )) AS given
+
 -- which of them did the claim meet?
 SELECT CAST(processed_message.message_id AS BINARY) = unhex(%s) AND (CAST(processed_message.handler AS BINARY) = unhex(%s) OR CAST(processed_message.handler AS BINARY) = unhex(%s)) AS anon_1
 FROM processed_message
@@ -62,6 +79,12 @@ WHERE processed_message.message_id = unhex(%s) AND processed_message.handler = u
 SELECT 1
 FROM processed_message
 WHERE processed_message.message_id = unhex(%s) AND processed_message.handler = unhex(%s)
+
+-- has the duplicate another body?
+SELECT processed_message.digest
+FROM processed_message
+WHERE processed_message.message_id = unhex(%s) AND processed_message.handler IN (unhex(%s)) AND processed_message.digest != unhex(%s)
+ LIMIT %s
 
 -- prune one batch
 SET STATEMENT innodb_lock_wait_timeout = 1, sql_safe_updates = 0 FOR DELETE FROM processed_message USING processed_message, (SELECT processed_message.message_id AS message_id, processed_message.handler AS handler

@@ -4,6 +4,7 @@ CREATE TABLE processed_message (
     handler TEXT COLLATE "C" NOT NULL,
     processed_at TIMESTAMP WITH TIME ZONE DEFAULT CURRENT_TIMESTAMP NOT NULL,
     occurred_at TIMESTAMP WITH TIME ZONE,
+    digest BYTEA,
     CONSTRAINT pk_processed_message PRIMARY KEY (message_id, handler)
 )
 
@@ -41,10 +42,28 @@ FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND cu
 FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby, set_config($4::VARCHAR, concat($5::VARCHAR, $6::VARCHAR), $7::BOOLEAN) AS wait
  LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING processed_message.handler
 
+-- claim, with a digest
+INSERT INTO processed_message (message_id, handler, occurred_at, digest) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, $3::TIMESTAMP WITH TIME ZONE AS anon_3, $4::BYTEA AS anon_4
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING
+
+-- claim, with a digest and a former name
+INSERT INTO processed_message (message_id, handler, occurred_at, digest) SELECT $1::VARCHAR AS anon_1, $2::VARCHAR AS anon_2, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3, CAST($4::BYTEA AS BYTEA) AS anon_4
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before UNION ALL SELECT $1::VARCHAR AS anon_5, $5::VARCHAR AS anon_6, CAST($3::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3, CAST($4::BYTEA AS BYTEA) AS anon_4
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING processed_message.handler
+
 -- is the marker there? (for the text of an error)
 SELECT 1
 FROM processed_message
 WHERE processed_message.message_id = $1::VARCHAR COLLATE "C" AND processed_message.handler = $2::VARCHAR COLLATE "C"
+
+-- has the duplicate another body?
+SELECT processed_message.digest
+FROM processed_message
+WHERE processed_message.message_id = $1::VARCHAR COLLATE "C" AND processed_message.handler IN ($2::VARCHAR COLLATE "C") AND processed_message.digest != $3::BYTEA
+ LIMIT $4::INTEGER
 
 -- prune one batch
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid

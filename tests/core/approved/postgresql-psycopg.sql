@@ -4,6 +4,7 @@ CREATE TABLE processed_message (
     handler TEXT COLLATE "C" NOT NULL,
     processed_at TIMESTAMP WITH TIME ZONE DEFAULT CURRENT_TIMESTAMP NOT NULL,
     occurred_at TIMESTAMP WITH TIME ZONE,
+    digest BYTEA,
     CONSTRAINT pk_processed_message PRIMARY KEY (message_id, handler)
 )
 
@@ -41,10 +42,28 @@ FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND cu
 FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby, set_config(%(set_config_1)s::VARCHAR, concat(%(wait_ms)s::VARCHAR, %(concat_1)s::VARCHAR), %(set_config_2)s) AS wait
  LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING processed_message.handler
 
+-- claim, with a digest
+INSERT INTO processed_message (message_id, handler, occurred_at, digest) SELECT %(message_id)s::VARCHAR AS anon_1, %(handler)s::VARCHAR AS anon_2, %(occurred_at)s::TIMESTAMP WITH TIME ZONE AS anon_3, %(digest)s AS anon_4
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING
+
+-- claim, with a digest and a former name
+INSERT INTO processed_message (message_id, handler, occurred_at, digest) SELECT %(message_id)s::VARCHAR AS anon_1, %(handler_0)s::VARCHAR AS anon_2, CAST(%(occurred_at)s::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3, CAST(%(digest)s AS BYTEA) AS anon_4
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before UNION ALL SELECT %(message_id)s::VARCHAR AS anon_5, %(handler_1)s::VARCHAR AS anon_6, CAST(%(occurred_at)s::TIMESTAMP WITH TIME ZONE AS TIMESTAMP WITH TIME ZONE) AS anon_3, CAST(%(digest)s AS BYTEA) AS anon_4
+FROM (SELECT CASE WHEN current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local') THEN pg_logical_emit_message(true, 'projector_dedup', '') END AS standby
+ LIMIT ALL OFFSET 0) AS before ON CONFLICT (message_id, handler) DO NOTHING RETURNING processed_message.handler
+
 -- is the marker there? (for the text of an error)
 SELECT 1
 FROM processed_message
 WHERE processed_message.message_id = %(message_id)s::VARCHAR COLLATE "C" AND processed_message.handler = %(handler)s::VARCHAR COLLATE "C"
+
+-- has the duplicate another body?
+SELECT processed_message.digest
+FROM processed_message
+WHERE processed_message.message_id = %(message_id)s::VARCHAR COLLATE "C" AND processed_message.handler IN (%(handler)s::VARCHAR COLLATE "C") AND processed_message.digest != %(digest)s
+ LIMIT %(param_1)s::INTEGER
 
 -- prune one batch
 DELETE FROM processed_message WHERE (SELECT concat(set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true))) IS NOT NULL AND ctid = any(array((SELECT ctid

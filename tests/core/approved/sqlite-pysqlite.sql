@@ -4,6 +4,7 @@ CREATE TABLE processed_message (
     handler VARCHAR(255) NOT NULL,
     processed_at DATETIME DEFAULT CURRENT_TIMESTAMP NOT NULL,
     occurred_at DATETIME,
+    digest BLOB,
     CONSTRAINT pk_processed_message PRIMARY KEY (message_id, handler)
 )
 
@@ -29,10 +30,22 @@ INSERT INTO processed_message (message_id, handler, occurred_at) SELECT ? AS ano
 -- claim, with both
 INSERT INTO processed_message (message_id, handler, occurred_at) SELECT ? AS anon_1, ? AS anon_2, ? AS anon_3 UNION ALL SELECT ? AS anon_4, ? AS anon_5, ? AS anon_6 ON CONFLICT (message_id, handler) DO NOTHING
 
+-- claim, with a digest
+INSERT INTO processed_message (message_id, handler, occurred_at, digest) VALUES (?, ?, ?, ?) ON CONFLICT (message_id, handler) DO NOTHING
+
+-- claim, with a digest and a former name
+INSERT INTO processed_message (message_id, handler, occurred_at, digest) SELECT ? AS anon_1, ? AS anon_2, ? AS anon_3, ? AS anon_4 UNION ALL SELECT ? AS anon_5, ? AS anon_6, ? AS anon_7, ? AS anon_8 ON CONFLICT (message_id, handler) DO NOTHING
+
 -- is the marker there? (for the text of an error)
 SELECT 1
 FROM processed_message
 WHERE processed_message.message_id = ? AND processed_message.handler = ?
+
+-- has the duplicate another body?
+SELECT processed_message.digest
+FROM processed_message
+WHERE processed_message.message_id = ? AND processed_message.handler IN (?) AND processed_message.digest != ?
+ LIMIT ? OFFSET ?
 
 -- prune one batch
 DELETE FROM processed_message WHERE rowid IN (SELECT rowid

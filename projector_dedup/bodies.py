@@ -1,0 +1,78 @@
+"""Tell a duplicate from another message with the same id: by a digest of the body's bytes, which the marker stores.
+
+A marker without a digest compares with nothing. Tables of the version before have no column for it: the claim of the
+first digest fails there, and the delivery runs again without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from sqlalchemy import BindParameter, Select, Table, bindparam, select
+from sqlalchemy.engine import Connection
+
+from .dialects import LastStatement, handler_parameters
+from .late import FRESH, Instant
+
+SHOWN = 12  #: digits of a digest in log lines and errors
+AT_ONCE = 500  # every database accepts this many values in one IN (...)
+
+
+class Bodies:
+    """The digests of one dispatcher. Threads may share the object.
+
+    ``reject`` is True if a duplicate with another body is an error, and False if the library only reports it.
+    """
+
+    def __init__(self, *, reject: bool) -> None:
+        self.reject = reject
+        self._lacking: Instant | None = None
+
+    @property
+    def compared(self) -> bool:
+        """True if claims write digests: the table has the column, or the last try without success is old."""
+        return self._lacking is None or self._lacking.age > FRESH
+
+    def lacks_column(self) -> None:
+        """Note that the table has no column for digests. Claims write none until it is time to try again."""
+        self._lacking = Instant.now()
+
+
+def other_body(marker: Table, key: Mapping[str, Any], names: Sequence[str]) -> LastStatement:
+    """Return the statement that reads the digest of a duplicate, if it differs from that of ``key``."""
+    asked = dict(zip(handler_parameters(len(names)), names, strict=True))
+    parameters = {"message_id": key["message_id"], "digest": key["digest"], **asked}
+    return LastStatement(_other_body(marker, len(names)), parameters)
+
+
+@cache
+def _other_body(marker: Table, names: int) -> Select[Any]:
+    """Return a SELECT without a row if the digests are equal, or one is missing: NULL is not another digest."""
+    name, digest = marker.c.handler, marker.c.digest
+    message_id = marker.c.message_id == bindparam("message_id", type_=marker.c.message_id.type)
+    handler = name.in_([bindparam(each, type_=name.type) for each in handler_parameters(names)])
+    return select(digest).where(message_id, handler, digest != bindparam("digest", type_=digest.type)).limit(1)
+
+
+def other_bodies(
+    connection: Connection, marker: Table, keys: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, bytes]:
+    """Return, by message id, the digest of each duplicate of ``keys`` that differs from that of its key."""
+    given = {key["message_id"]: key["digest"] for key in keys if key.get("digest") is not None}
+    ids, found = list(given), dict[str, bytes]()
+    for start in range(0, len(ids), AT_ONCE):
+        asked = {"message_ids": ids[start : start + AT_ONCE], "handlers": list(names)}
+        for message_id, digest in connection.execute(_digests(marker), asked):
+            if bytes(digest) != given[message_id]:
+                found[message_id] = bytes(digest)
+    return found
+
+
+@cache
+def _digests(marker: Table) -> Select[Any]:
+    message_id, handler, digest = marker.c.message_id, marker.c.handler, marker.c.digest
+    ids: BindParameter[Any] = bindparam("message_ids", expanding=True)
+    names: BindParameter[Any] = bindparam("handlers", expanding=True)
+    return select(message_id, digest).where(message_id.in_(ids), handler.in_(names), digest.is_not(None))
