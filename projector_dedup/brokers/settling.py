@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm.exc import StaleDataError
@@ -31,10 +32,11 @@ from ..errors import (
     RetriesExhaustedError,
     UnhandledMessage,
 )
-from ..message import envelope, id_text, logger_of, printable
+from ..message import Message, envelope, id_text, logger_of, printable
 from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
+from .dead_letters import DeadLetter, Decide, Fate, Judge
 from .incoming import Convert, Incoming, check_convert, json_event
 
 __all__ = ["Settled", "Settling"]
@@ -46,9 +48,9 @@ logger = logger_of("projector_dedup.consumers")
 
 MAX_REASON = 1_000  # bytes of an error in a log line and in a header; an attribute of Pub/Sub has at most 1,024
 MAX_NAMES = 10  # headers that one log line names
-_QUIET = 5.0  # seconds without an older dead letter, after which `replay_older` ends
+_QUIET = 5.0  # seconds without an older dead letter, after which `sift_older` ends
 _LONGEST_WAIT = 10.0  # seconds that a consumer may wait for more messages: it looks whether it is stopped in between
-_HELD = 600  # seconds for which it keeps a newer one back: otherwise the broker would send it again
+_HELD = 600  # seconds for which it holds a letter back that stays: otherwise the broker would send it again
 
 _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first match counts
     ((InvalidMessageIdError,), "invalid_id"),
@@ -223,6 +225,23 @@ class Settling:
         if self._observing is not None:
             self._observing.report_delivery("rejected", self._broker, settled.label, error=error)
         return settled
+
+    def judge(self, decide: Decide) -> Judge:
+        """Return a function that builds a ``DeadLetter`` from a message, and returns what ``decide`` says about it."""
+
+        def judge(incoming: Incoming, reason: object, deliveries: int | None) -> Fate:
+            event: object = _UNREAD
+            with contextlib.suppress(Exception):  # it may be a dead letter because ``convert`` fails
+                event = self._convert(incoming)
+            found = self._id_of(incoming, event) or f"sha256:{hashlib.sha256(incoming.body).hexdigest()[:16]}"
+            occurred_at = event.occurred_at if isinstance(event, Message) else None
+            text = reason.decode(errors="backslashreplace") if isinstance(reason, bytes) else str(reason or "")
+            fate = decide(DeadLetter(found, text, occurred_at, deliveries, incoming.body, incoming.headers))
+            if fate not in get_args(Fate):
+                raise ValueError(f'decide returns "keep", "replay", "drop" or "stop" for a dead letter, not {fate!r}')
+            return fate
+
+        return judge
 
     def _acknowledged(self, incoming: Incoming, event: object) -> Settled:
         if self._observing is not None:
@@ -402,28 +421,38 @@ def filled(found: list[M], batch: int, batch_wait: float, receive: Callable[[int
     return found
 
 
-def replay_older(
+def sift_older(
     receive: Callable[[], Sequence[L]],
-    move: Callable[[L], object],
+    judge: Callable[[L], Fate],
+    replay: Callable[[L], object],
+    drop: Callable[[L], object],
     *,
     is_newer: Callable[[L], bool],
     delay: Callable[[L, int], object],
 ) -> int:
-    """Move the dead letters that were there before the start, and return their number.
+    """Settle the dead letters that were there before the start, and return the number of those replayed or dropped.
 
     For a broker that can neither count nor order them: ``receive`` returns some, and none if there is none. A message
-    that is rejected again meanwhile is a newer letter: moving it would never end. ``delay`` holds it back for a number
-    of seconds.
+    that is rejected again meanwhile is a newer letter: moving it would never end. ``replay`` does not drop the letter.
+    ``delay`` holds a letter back for a number of seconds: until the end, if the letter is newer or is kept.
     """
-    last, count, newer = time.monotonic(), 0, list[L]()
-    while time.monotonic() < last + _QUIET and (letters := receive()):
-        for letter in letters:
-            if is_newer(letter):
-                delay(letter, _HELD)
-                newer.append(letter)
-                continue
-            move(letter)
-            count, last = count + 1, time.monotonic()
-    for letter in newer:
-        delay(letter, 0)
-    return count
+    last, settled, kept, stopped = time.monotonic(), 0, list[L](), False
+    try:
+        while not stopped and time.monotonic() < last + _QUIET and (letters := receive()):
+            for letter in letters:
+                is_old = not (stopped or is_newer(letter))
+                fate: Fate = judge(letter) if is_old else "keep"
+                if fate == "replay":
+                    replay(letter)
+                if fate in ("replay", "drop"):
+                    drop(letter)
+                    settled += 1
+                else:
+                    delay(letter, _HELD)
+                    kept.append(letter)
+                stopped = stopped or fate == "stop"
+                last = time.monotonic() if is_old else last
+    finally:
+        for letter in kept:
+            delay(letter, 0)
+    return settled
