@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import wraps
 from typing import Any
@@ -56,17 +56,22 @@ def _sift(place: str, decide: Decide) -> Sifted:
     return asyncio.run(sift())
 
 
-def _letters_of(place: str, message: str) -> list[DeadLetter]:
-    """Return the dead letters of a message. Raises `Failed` if there is none."""
+def _settle(place: str, message: str, fate: Fate) -> list[DeadLetter]:
+    """Settle the dead letters of a message, and return them. Raises `Failed` if there is none."""
     found: list[DeadLetter] = []
 
-    def keep(letter: DeadLetter) -> Fate:
-        found.extend([letter] if letter.id == message else [])
-        return "keep"
+    def decide(letter: DeadLetter) -> Fate:
+        if letter.id != message:
+            return "keep"
+        found.append(letter)
+        return fate
 
-    _sift(place, keep)
+    _sift(place, decide)
     if not found:
-        raise _none_of(message, place)
+        raise Failed(
+            f"there is no dead letter of message {printable(message)} in {place}: copy the id from the output of "
+            "`list`; a letter that another process is reading is hidden"
+        )
     return found
 
 
@@ -159,14 +164,11 @@ def show(place: str, message_id: str, values: bool, as_json: bool) -> None:
     """Show each dead letter of the message ID, with the whole reason.
 
     \b
-    Examples:
-      idempotency dead payments:consumer show payment-1
-      idempotency dead payments:consumer show payment-1 --values --json
+    Example: idempotency dead payments:consumer show payment-1 --values
     """
-    found = _letters_of(place, message_id)
+    found = _settle(place, message_id, "keep")
     if as_json:
-        listed = [_as_object(each, values=values) for each in found]
-        print_json({"consumer": place, "dead_letters": listed})
+        print_json({"consumer": place, "dead_letters": [_as_object(each, values=values) for each in found]})
     else:
         _print(found, values=values)
 
@@ -182,9 +184,7 @@ def replay(place: str, yes: bool) -> None:
     the command at any time and run it again.
 
     \b
-    Examples:
-      idempotency dead payments:consumer replay
-      idempotency dead payments:consumer replay --yes
+    Example: idempotency dead payments:consumer replay --yes
     """
     if not yes:
         require_terminal()
@@ -211,26 +211,15 @@ def drop(place: str, message_id: str, yes: bool) -> None:
     Kafka cannot remove one message, so the command refuses to drop one there.
 
     \b
-    Examples:
-      idempotency dead payments:consumer drop payment-1
-      idempotency dead payments:consumer drop sha256:3c9f0a6e1b7d2458 --yes
+    Example: idempotency dead payments:consumer drop payment-1
     """
     if not yes:
         require_terminal()
-        _print(_letters_of(place, message_id), values=False)
+        _print(_settle(place, message_id, "keep"), values=False)
         if not confirmed(f"Drop the dead letters of message {message_id}? Nobody can replay them then"):
             raise Failed(f"nothing was dropped in {place}")
-    done = _sift(place, lambda letter: "drop" if letter.id == message_id else "keep")
-    if not done.settled:
-        raise _none_of(message_id, place)
-    say(f"Dropped {done.settled:,} dead letters of message {message_id}.")
-
-
-def _none_of(message: str, place: str) -> Failed:
-    return Failed(
-        f"there is no dead letter of message {printable(message)} in {place}: copy the id from the output of `list`; a "
-        "letter that another process is reading is hidden"
-    )
+    dropped = _settle(place, message_id, "drop")
+    say(f"Dropped {len(dropped):,} dead letters of message {message_id}.")
 
 
 def _print(letters: Sequence[DeadLetter], *, values: bool) -> None:
@@ -247,16 +236,9 @@ def _as_object(letter: DeadLetter, *, values: bool) -> dict[str, Any]:
     """Return a dead letter for printing, without its body and its headers unless ``values``."""
     facts = {name: getattr(letter, name) for name in ("id", "occurred_at", "deliveries", "reason")}
     if values:
-        facts |= {"body": readable(letter.body), "headers": _readable(letter.headers)}
+        headers = {
+            str(name): readable(value) if isinstance(value, bytes) else str(value)
+            for name, value in letter.headers.items()
+        }
+        facts |= {"body": readable(letter.body), "headers": headers}
     return facts
-
-
-def _readable(value: Any) -> Any:
-    """Return a header for printing. AMQP has tables, lists, bytes and times in headers."""
-    if isinstance(value, Mapping):
-        return {str(name): _readable(each) for name, each in value.items()}
-    if isinstance(value, (bytes, bytearray)):
-        return readable(bytes(value))
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_readable(each) for each in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -126,8 +126,8 @@ class Consumer:
         position in a partition, and Kafka cannot remove one message. Also raises the errors of ``replay``.
         """
         judge = self._settling.judge(decide)
-        found = [_sift(self._config, topic, judge, id_header=self._id_header) for topic in self._topics]
-        return Sifted(sum(each.there or 0 for each in found), sum(each.settled for each in found))
+        each = [_sift(self._config, topic, judge, None, self._id_header) for topic in self._topics]
+        return Sifted(None, sum(each))
 
     def run(self) -> None:
         """Consume until ``stop`` is called. At the end, commit the offsets of settled messages and leave the group.
@@ -307,17 +307,13 @@ def replay(config: Mapping[str, Any], topic: str, *, since: datetime | None = No
     position, ``replay`` skips the dead letters from before ``since``. Without ``since``, it raises ``RefusedError`` for
     a dead letter older than 168 hours: it may have been replayed before, and its marker may be deleted.
     """
-    return _sift(config, topic, replay_each, since=since).settled
+    return _sift(config, topic, replay_each, since)
 
 
 def _sift(
-    config: Mapping[str, Any],
-    topic: str,
-    judge: Judge,
-    *,
-    since: datetime | None = None,
-    id_header: str = "message_id",
-) -> Sifted:
+    config: Mapping[str, Any], topic: str, judge: Judge, since: datetime | None, id_header: str = "message_id"
+) -> int:
+    """Settle the dead letters behind the position of the group ``<group>.replay``; return the number of replayed."""
     dead, retry = aside(topic, config, "dead"), aside(topic, config, "retry")
     client = new_consumer({**config, "group.id": f"{config.get('group.id')}.replay", "enable.partition.eof": True})
     producer = new_producer(config)
@@ -326,9 +322,7 @@ def _sift(
         unknown = {place.partition for place in places if place.offset < 0}
         oldest = datetime.now(UTC) - KEPT if since is None else since
         settled, kept = 0, set[int]()
-        ends = _ends(client, places)
-        there = sum(ends[place.partition] - place.offset for place in places if place.partition in ends)
-        for message in _until_the_end(client, places, ends):
+        for message in _until_the_end(client, places):
             received = Received(message, copied=True)
             fate = judge(received.incoming(id_header), received.reason, received.attempt)
             if fate == "stop":
@@ -339,8 +333,7 @@ def _sift(
             if fate == "drop" or received.partition in kept:
                 raise RefusedError(
                     f"Kafka cannot remove one message from {dead}, nor replay one behind another that is kept: replay "
-                    "all of them, with a handler that ignores those that you do not want; Kafka deletes the others "
-                    "after the retention of the topic"
+                    "all of them, with a handler that ignores those that you do not want"
                 )
             if received.partition in unknown and message.timestamp()[1] < oldest.timestamp() * 1000:
                 if since is None:
@@ -352,24 +345,19 @@ def _sift(
             put_copy(producer, message, retry, received.copy_headers(attempt=1))
             _commit(client, [TopicPartition(dead, received.partition, received.offset + 1)])
             settled += 1
-        return Sifted(there, settled)
+        return settled
     finally:
         client.close()
 
 
-def _ends(client: Client, places: Sequence[TopicPartition]) -> dict[int | None, int]:
-    """Return the end of each partition that has messages behind its place, and correct the places."""
+def _until_the_end(client: Client, places: Sequence[TopicPartition]) -> Iterator[Message]:
+    """Yield the messages of each partition, from its place to the end that the partition has at the call."""
     ends: dict[int | None, int] = {}
     for place in places:
         low, high = client.get_watermark_offsets(place, timeout=TIMEOUT)
         place.offset = max(place.offset, low)
         if place.offset < high:
             ends[place.partition] = high
-    return ends
-
-
-def _until_the_end(client: Client, places: Sequence[TopicPartition], ends: dict[int | None, int]) -> Iterator[Message]:
-    """Yield the messages of each partition, from its place to its end."""
     client.assign([place for place in places if place.partition in ends])
     while ends:
         message = client.poll(TIMEOUT)
@@ -428,14 +416,10 @@ class Received:
             ) from error
         ours = dict(self._all) if copied else {}
         self._ours = {name: value for name, value in ours.items() if name in OURS}
+        self.reason = self._ours.get(REASON)
         self.attempt = max(_number(self._ours.get(ATTEMPT), 1), 1)
         self.due = _number(self._ours.get(NOT_BEFORE), 0) / 1000
         """The time before which the message is not delivered, in seconds since 1970."""
-
-    @property
-    def reason(self) -> str | bytes | None:
-        """The error in the header of a dead letter."""
-        return self._ours.get(REASON)
 
     @property
     def origin(self) -> str:

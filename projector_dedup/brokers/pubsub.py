@@ -19,9 +19,9 @@ with needs("pubsub"):
 
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
-from .dead_letters import Decide, Judge, Sifted, replay_each
+from .dead_letters import Decide, Judge, Sifted, replay_each, sift_older
 from .incoming import Convert, Incoming, json_event
-from .settling import Settled, Settling, check_batch, deliver_in_groups, expect, sift_older
+from .settling import Settled, Settling, check_batch, deliver_in_groups, expect
 
 __all__ = ["Consumer", "replay"]
 

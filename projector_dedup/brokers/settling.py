@@ -41,16 +41,13 @@ from .incoming import Convert, Incoming, check_convert, json_event
 
 __all__ = ["Settled", "Settling"]
 
-L = TypeVar("L")  # a dead letter, as the broker's client has it
-M = TypeVar("M")  # a message, likewise
+M = TypeVar("M")  # a message, as the broker's client has it
 
 logger = logger_of("projector_dedup.consumers")
 
 MAX_REASON = 1_000  # bytes of an error in a log line and in a header; an attribute of Pub/Sub has at most 1,024
 MAX_NAMES = 10  # headers that one log line names
-_QUIET = 5.0  # seconds without an older dead letter, after which `sift_older` ends
 _LONGEST_WAIT = 10.0  # seconds that a consumer may wait for more messages: it looks whether it is stopped in between
-_HELD = 600  # seconds for which it holds a letter back that stays: otherwise the broker would send it again
 
 _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first match counts
     ((InvalidMessageIdError,), "invalid_id"),
@@ -419,40 +416,3 @@ def filled(found: list[M], batch: int, batch_wait: float, receive: Callable[[int
         time.sleep(batch_wait)
         found += receive(batch - len(found))
     return found
-
-
-def sift_older(
-    receive: Callable[[], Sequence[L]],
-    judge: Callable[[L], Fate],
-    replay: Callable[[L], object],
-    drop: Callable[[L], object],
-    *,
-    is_newer: Callable[[L], bool],
-    delay: Callable[[L, int], object],
-) -> int:
-    """Settle the dead letters that were there before the start, and return the number of those replayed or dropped.
-
-    For a broker that can neither count nor order them: ``receive`` returns some, and none if there is none. A message
-    that is rejected again meanwhile is a newer letter: moving it would never end. ``replay`` does not drop the letter.
-    ``delay`` holds a letter back for a number of seconds: until the end, if the letter is newer or is kept.
-    """
-    last, settled, kept, stopped = time.monotonic(), 0, list[L](), False
-    try:
-        while not stopped and time.monotonic() < last + _QUIET and (letters := receive()):
-            for letter in letters:
-                is_old = not (stopped or is_newer(letter))
-                fate: Fate = judge(letter) if is_old else "keep"
-                if fate == "replay":
-                    replay(letter)
-                if fate in ("replay", "drop"):
-                    drop(letter)
-                    settled += 1
-                else:
-                    delay(letter, _HELD)
-                    kept.append(letter)
-                stopped = stopped or fate == "stop"
-                last = time.monotonic() if is_old else last
-    finally:
-        for letter in kept:
-            delay(letter, 0)
-    return settled
