@@ -69,8 +69,8 @@ def _settle(place: str, message: str, fate: Fate) -> list[DeadLetter]:
     _sift(place, decide)
     if not found:
         raise Failed(
-            f"there is no dead letter of message {printable(message)} in {place}: copy the id from the output of "
-            "`list`; a letter that another process is reading is hidden"
+            f"there is no dead letter of message {printable(message)} in {place}: copy the id from `list`; another "
+            "process may be reading it"
         )
     return found
 
