@@ -17,6 +17,7 @@ with needs("aio-pika"):
 from ..dispatcher import AsyncDispatcher
 from ..errors import RefusedError
 from ..message import printable
+from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, json_event
 from .rabbitmq import (
     AROUND,
@@ -27,6 +28,7 @@ from .rabbitmq import (
     dead_letters,
     headers_of_copy,
     incoming_of,
+    judged,
     new_settling,
     prefetch_of,
     queue_after,
@@ -100,6 +102,13 @@ class Consumer:
         self._stopping = True
         self._ended()
 
+    async def settle_dead_letters(self, decide: Decide) -> Sifted:
+        """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when.
+
+        RabbitMQ marks those that are kept as redelivered.
+        """
+        return await _sift(self._url, self._queue, self._settling.judge(decide))
+
     async def run(self) -> None:
         """Consume until ``stop`` is called.
 
@@ -167,17 +176,25 @@ async def replay(url: str, queue: str) -> int:
     Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
     ``replay`` acknowledges each dead letter after RabbitMQ has confirmed its copy in the queue.
     """
+    return (await _sift(url, queue, replay_each)).settled
+
+
+async def _sift(url: str, queue: str, judge: Judge) -> Sifted:
+    """Settle the present dead letters. RabbitMQ puts those that are kept back into their places."""
     async with await aio_pika.connect(url) as connection:
-        channel = await _open(await connection.channel(on_return_raises=True), queue)
+        channel, settled = await _open(await connection.channel(on_return_raises=True), queue), 0
         dead = await channel.declare_queue(dead_letters(queue), passive=True)
         waiting = dead.declaration_result.message_count or 0
-        for number in range(waiting):
+        for _ in range(waiting):
             message = await dead.get(fail=False)
-            if message is None:
-                return number
-            await copy(message, queue, None)
-            await message.ack()
-        return waiting
+            if message is None or (fate := judged(judge, message.body, message, queue)) == "stop":
+                break
+            if fate == "replay":
+                await copy(message, queue, None)
+            if fate != "keep":
+                await message.ack()
+                settled += 1
+        return Sifted(waiting, settled)
 
 
 async def _open(channel: AbstractChannel, queue: str) -> AbstractChannel:

@@ -21,6 +21,7 @@ with needs("kafka"):
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from ..verdict import Action
+from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, Incoming, check_convert, json_event
 from .settling import Settled, Settling, check_batch, check_source, expect, logger, undeclared, with_source
 
@@ -119,6 +120,7 @@ class Consumer:
         )
         check_batch(batch, batch_wait, most=1_000_000, limit="the limit of confluent-kafka")
         self._batch, self._batch_wait = batch, batch_wait
+        self._config, self._topics = config, topics
         self._id_header, self._max_delay = id_header, max_delay
         self._retry = {topic: aside(topic, config, "retry") for topic in topics}
         self._dead = {topic: aside(topic, config, "dead") for topic in topics}
@@ -132,6 +134,16 @@ class Consumer:
         self._waiting: dict[tuple[str, int], deque[Received]] = {}
         self._resumed_at = 0.0
         self._stopped = False
+
+    def settle_dead_letters(self, decide: Decide) -> Sifted:
+        """Keep or replay each dead letter that was not replayed yet, as ``decide`` says. ``replay`` explains when.
+
+        Raises ``RefusedError`` for ``"drop"``, and for ``"replay"`` after ``"keep"`` in one partition: a group has a
+        position in a partition, and Kafka cannot remove one message. Also raises the errors of ``replay``.
+        """
+        judge = self._settling.judge(decide)
+        each = [_sift(self._config, topic, judge, None, self._id_header) for topic in self._topics]
+        return Sifted(None, sum(each))
 
     def run(self) -> None:
         """Consume until ``stop`` is called. At the end, commit the offsets of settled messages and leave the group.
@@ -329,6 +341,13 @@ def replay(config: Mapping[str, Any], topic: str, *, since: datetime | None = No
     position, ``replay`` skips the dead letters from before ``since``. Without ``since``, it raises ``RefusedError`` for
     a dead letter older than 168 hours: it may have been replayed before, and its marker may be deleted.
     """
+    return _sift(config, topic, replay_each, since)
+
+
+def _sift(
+    config: Mapping[str, Any], topic: str, judge: Judge, since: datetime | None, id_header: str = "message_id"
+) -> int:
+    """Settle the dead letters behind the position of the group ``<group>.replay``; return the number of replayed."""
     dead, retry = aside(topic, config, "dead"), aside(topic, config, "retry")
     client = new_consumer({**config, "group.id": f"{config.get('group.id')}.replay", "enable.partition.eof": True})
     producer = new_producer(config)
@@ -336,20 +355,31 @@ def replay(config: Mapping[str, Any], topic: str, *, since: datetime | None = No
         places = _committed(client, dead, partitions_of(producer, dead))
         unknown = {place.partition for place in places if place.offset < 0}
         oldest = datetime.now(UTC) - KEPT if since is None else since
-        published = 0
+        settled, kept = 0, set[int]()
         for message in _until_the_end(client, places):
             received = Received(message, copied=True)
+            fate = judge(received.incoming(id_header), received.reason, received.attempt)
+            if fate == "stop":
+                break
+            if fate == "keep":
+                kept.add(received.partition)
+                continue
+            if fate == "drop" or received.partition in kept:
+                raise RefusedError(
+                    f"Kafka cannot remove one message from {dead}, nor replay one behind another that is kept: replay "
+                    "all of them, with a handler that ignores those that you do not want"
+                )
             if received.partition in unknown and message.timestamp()[1] < oldest.timestamp() * 1000:
                 if since is None:
                     raise RefusedError(
                         f"{received.origin} is older than the markers that are kept, and may have been replayed "
-                        "before: pass since="
+                        "before: call replay(config, topic, since=...) of projector_dedup.brokers.kafka"
                     )
                 continue
             put_copy(producer, message, retry, received.copy_headers(attempt=1))
             _commit(client, [TopicPartition(dead, received.partition, received.offset + 1)])
-            published += 1
-        return published
+            settled += 1
+        return settled
     finally:
         client.close()
 
@@ -420,6 +450,7 @@ class Received:
             ) from error
         ours = dict(self._all) if copied else {}
         self._ours = {name: value for name, value in ours.items() if name in OURS}
+        self.reason = self._ours.get(REASON)
         self.attempt = max(_number(self._ours.get(ATTEMPT), 1), 1)
         self.due = _number(self._ours.get(NOT_BEFORE), 0) / 1000
         """The time before which the message is not delivered, in seconds since 1970."""

@@ -25,6 +25,7 @@ with needs("nats"):
 
 from ..dispatcher import AsyncDispatcher
 from ..errors import RefusedError
+from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import MAX_TEXT_BYTES, Convert, Incoming, json_event
 from .settling import Settled, Settling, check_batch, expect, logger, named_in_log, undeclared
 
@@ -113,6 +114,10 @@ class Consumer:
         self._batch, self._batch_wait = batch, max(batch_wait, _AT_ONCE)
         self._in_flight, self._ack_wait = in_flight, ack_wait
         self._stopping = False
+
+    async def settle_dead_letters(self, decide: Decide) -> Sifted:
+        """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when."""
+        return await _sift(self._connection, self._stream, self._durable, self._settling.judge(decide))
 
     async def run(self) -> None:
         """Consume until ``stop`` is called. Raises the errors of ``open``, and those of a failed connection."""
@@ -340,12 +345,18 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
     they are duplicates. ``replay`` deletes each dead letter after the stream has confirmed its copy. If nats-py cannot
     publish to the subject of a dead letter, ``replay`` skips the dead letter and logs an error.
     """
+    return (await _sift(connection, stream, durable, replay_each)).settled
+
+
+async def _sift(connection: Client, stream: str, durable: str, judge: Judge) -> Sifted:
+    """Settle the present dead letters. Reading them changes nothing in their stream."""
     streams, dead = connection.jetstream(), dead_stream(stream, durable)
-    state = (await streams.stream_info(dead)).state  # excludes messages that are rejected again during the replay
-    everything = ConsumerConfig(ack_policy=AckPolicy.EXPLICIT, max_ack_pending=-1, inactive_threshold=60.0)
+    await open_dead_letters(streams, stream, durable)
+    state = (await streams.stream_info(dead)).state  # excludes messages that are rejected again meanwhile
+    everything = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=60.0)
     letters = Pull(connection, dead, (await streams.add_consumer(dead, everything)).name)
     await letters.open()
-    count = 0
+    settled = 0
     try:
         for _ in range(state.messages):
             found = await letters.fetch(1, _PATIENCE)
@@ -353,20 +364,23 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
                 break  # another replay has published the rest
             (letter,) = found
             number, headers = letter.metadata.sequence.stream, letter.headers or {}
-            if not _SUBJECT.fullmatch(headers.get(SUBJECT, "")):
-                await letter.ack()
+            headers.pop("Nats-Msg-Id", None)  # of the dead letter, not of its message
+            if (fate := judge(incoming_of(letter, dead), headers.get(REJECTED_FOR), None)) == "stop":
+                break
+            if fate == "replay" and not _SUBJECT.fullmatch(headers.get(SUBJECT, "")):
                 logger.error(
                     "message %d of stream %s is not replayed, because nats-py cannot publish to the subject in its "
                     "header %s",
                     *(number, dead, SUBJECT),
                 )
                 continue
-            kept = {name: value for name, value in headers.items() if name not in _LEFT_OUT and _NAME.fullmatch(name)}
-            await streams.publish(headers[SUBJECT], letter.data, headers=kept or None, stream=stream)
-            await letter.ack_sync()
-            await streams.delete_msg(dead, number)
-            count += 1
-        return count
+            if fate == "replay":
+                kept = {name: each for name, each in headers.items() if name not in _LEFT_OUT and _NAME.fullmatch(name)}
+                await streams.publish(headers[SUBJECT], letter.data, headers=kept or None, stream=stream)
+            if fate != "keep":
+                await streams.delete_msg(dead, number)
+                settled += 1
+        return Sifted(state.messages, settled)
     finally:
         await letters.unsubscribe()
 

@@ -17,6 +17,7 @@ with needs("pika"):
 
 from ..dispatcher import Dispatcher
 from ..message import printable
+from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, json_event
 from .rabbitmq import (
     AROUND,
@@ -26,6 +27,7 @@ from .rabbitmq import (
     dead_letters,
     headers_of_copy,
     incoming_of,
+    judged,
     new_settling,
     prefetch_of,
     queue_after,
@@ -96,6 +98,13 @@ class Consumer:
         """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
         self._stopping = True
 
+    def settle_dead_letters(self, decide: Decide) -> Sifted:
+        """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when, and the errors.
+
+        RabbitMQ marks those that are kept as redelivered.
+        """
+        return _sift(self._parameters, self._queue, self._settling.judge(decide))
+
     def run(self) -> None:
         """Consume until ``stop`` is called. Raises pika's error, or ``ConnectionError``, if RabbitMQ is lost.
 
@@ -146,17 +155,25 @@ def replay(parameters: Parameters, queue: str) -> int:
     ``replay`` acknowledges each dead letter after RabbitMQ has confirmed its copy in the queue. Raises
     ``ConnectionError`` if the connection is lost, as it is at a dead letter that pika cannot decode.
     """
+    return _sift(parameters, queue, replay_each).settled
+
+
+def _sift(parameters: Parameters, queue: str, judge: Judge) -> Sifted:
+    """Settle the present dead letters. RabbitMQ puts those that are kept back into their places."""
     expect(Parameters, parameters, _PARAMETERS)
     with _losing(dead_letters(queue), 1), BlockingConnection(parameters) as connection:
-        channel = _open(connection, queue)
+        channel, settled = _open(connection, queue), 0
         waiting = channel.queue_declare(dead_letters(queue), passive=True).method.message_count
-        for number in range(waiting):
+        for _ in range(waiting):
             method, properties, body = channel.basic_get(dead_letters(queue))
-            if method is None:
-                return number
-            _copy(channel, properties, body, queue, None, parameters.frame_max)
-            channel.basic_ack(method.delivery_tag)
-        return int(waiting)
+            if method is None or (fate := judged(judge, body, properties, queue)) == "stop":
+                break
+            if fate == "replay":
+                _copy(channel, properties, body, queue, None, parameters.frame_max)
+            if fate != "keep":
+                channel.basic_ack(method.delivery_tag)
+                settled += 1
+        return Sifted(int(waiting), settled)
 
 
 @contextlib.contextmanager

@@ -19,8 +19,9 @@ with needs("pubsub"):
 
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
+from .dead_letters import Decide, Judge, Sifted, replay_each, sift_older
 from .incoming import Convert, Incoming, json_event
-from .settling import Settled, Settling, check_batch, deliver_in_groups, expect, replay_older
+from .settling import Settled, Settling, check_batch, deliver_in_groups, expect
 
 __all__ = ["Consumer", "replay"]
 
@@ -93,16 +94,37 @@ class Consumer:
         Raises the error of the client if Pub/Sub fails. Raises ``RefusedError`` if the subscription has no dead-letter
         policy: there is no topic for rejected messages then, and Pub/Sub does not count deliveries.
         """
+        found, dead = self._opened()
+        while not self._stopping:
+            received = _pull(self._subscriber, self._name, self._batch)
+            for each, settled in zip(received, self._deliver(received, found.enable_message_ordering), strict=True):
+                self._settle(each, settled, dead)
+
+    def settle_dead_letters(self, decide: Decide) -> Sifted:
+        """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when.
+
+        Raises ``RefusedError`` unless the dead-letter topic has exactly one subscription. If the process is killed,
+        Pub/Sub hides the letters that it had for ten minutes.
+        """
+        _, topic = self._opened()
+        found = [*self._publisher.list_topic_subscriptions(request={"topic": topic})]
+        if len(found) != 1:
+            raise RefusedError(
+                f"the dead-letter topic {topic} must have one subscription, which keeps the dead letters, but has "
+                f"{', '.join(found) or 'none'}: create it, or call replay(...) of projector_dedup.brokers.pubsub with "
+                "the one to use"
+            )
+        return _sift(self._subscriber, self._publisher, self._name, found[0], self._settling.judge(decide))
+
+    def _opened(self) -> tuple[Any, str]:
+        """Return the subscription, and the name of its dead-letter topic."""
         found = self._subscriber.get_subscription(request={"subscription": self._name})
         if not (dead := found.dead_letter_policy.dead_letter_topic):
             raise RefusedError(
                 f"the subscription {self._name} has no dead-letter policy, so there is no topic for rejected messages: "
                 "give it a dead-letter policy that names a topic"
             )
-        while not self._stopping:
-            received = _pull(self._subscriber, self._name, self._batch)
-            for each, settled in zip(received, self._deliver(received, found.enable_message_ordering), strict=True):
-                self._settle(each, settled, dead)
+        return found, dead
 
     def stop(self, *_: object) -> None:
         """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
@@ -138,20 +160,22 @@ def replay(subscriber: SubscriberClient, publisher: PublisherClient, subscriptio
     """
     expect(SubscriberClient, subscriber, _SUBSCRIBER)
     expect(PublisherClient, publisher, _PUBLISHER)
-    client: Any = subscriber
+    return _sift(subscriber, publisher, subscription, dead_letters, replay_each).settled
+
+
+def _sift(client: Any, publisher: Any, subscription: str, dead_letters: str, judge: Judge) -> Sifted:
+    """Settle the present dead letters that nobody else is receiving. Pub/Sub does not count them."""
     topic = client.get_subscription(request={"subscription": subscription}).topic
     began = datetime.now(UTC)
-
-    def move(letter: Any) -> None:
-        _publish(publisher, topic, letter.message, {})
-        client.acknowledge(request={"subscription": dead_letters, "ack_ids": [letter.ack_id]})
-
-    return replay_older(
+    settled = sift_older(
         lambda: _pull(client, dead_letters),
-        move,
+        lambda letter: judge(_incoming(letter, dead_letters), letter.message.attributes.get(_REJECTED_FOR), None),
+        lambda letter: _publish(publisher, topic, letter.message, {}),
+        lambda letter: client.acknowledge(request={"subscription": dead_letters, "ack_ids": [letter.ack_id]}),
         is_newer=lambda letter: letter.message.publish_time > began,
         delay=lambda letter, seconds: _delay(client, dead_letters, letter, seconds),
     )
+    return Sifted(None, settled)
 
 
 def _pull(client: Any, subscription: str, most: int = _MANY) -> list[Any]:

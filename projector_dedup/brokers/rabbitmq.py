@@ -14,6 +14,7 @@ from typing import Any
 
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..verdict import DELAYS
+from .dead_letters import Fate, Judge
 from .incoming import Convert, Incoming
 from .settling import Settled, Settling, check_batch, logger, named_in_log
 
@@ -89,6 +90,13 @@ def incoming_of(body: bytes, properties: Any, queue: str) -> Incoming:
         origin=f"queue {queue}",
         id_name="property message_id",
     )
+
+
+def judged(judge: Judge, body: bytes, properties: Any, queue: str) -> Fate:
+    """Return what becomes of a dead letter of ``queue``. RabbitMQ writes its own reason if it made the dead letter."""
+    incoming = incoming_of(body, properties, dead_letters(queue))
+    reason = incoming.headers.get(REJECTED_FOR) or incoming.headers.get("x-last-death-reason")
+    return judge(incoming, reason, incoming.attempt - 1 or None)
 
 
 Size = Callable[[Headers], int]

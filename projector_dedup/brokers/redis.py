@@ -21,6 +21,7 @@ with needs("redis"):
 
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
+from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, Incoming, json_event
 from .settling import Settled, Settling, check_batch, expect, filled, logger
 
@@ -122,6 +123,10 @@ class Consumer:
         self._member = f"{socket.gethostname()}-{os.getpid()}"
         self._looked = float("-inf")
         self._stopping = False
+
+    def settle_dead_letters(self, decide: Decide) -> Sifted:
+        """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when."""
+        return _sift(self._client, self._stream, self._group, self._settling.judge(decide))
 
     def run(self) -> None:
         """Consume until ``stop`` is called. Raises the error of redis-py if Redis fails."""
@@ -234,13 +239,27 @@ def replay(client: redis.Redis, stream: str, group: str) -> int:
     Fix the handler or the data first. Every group of the stream gets the entries; where they were applied before, they
     are duplicates.
     """
-    dead = dead_stream(stream, group)
-    letters: Any = client.xrange(dead)  # excludes entries that are rejected again during the replay
-    for number, fields in letters:
-        kept = {name: value for name, value in fields.items() if name != _REJECTED_FOR.encode()}
-        client.xadd(stream, kept or fields)  # an entry needs a field
-        client.xdel(dead, number)
-    return len(letters)
+    return _sift(client, stream, group, replay_each).settled
+
+
+def _sift(client: Any, stream: str, group: str, judge: Judge) -> Sifted:
+    """Settle the present dead letters, but not entries that are rejected again meanwhile."""
+    dead, settled = dead_stream(stream, group), 0
+    there, last = client.xlen(dead), client.xrevrange(dead, count=1)
+    letters = client.xrange(dead, max=last[0][0], count=_MANY) if last else []
+    while letters:
+        for number, fields in letters:
+            fate = judge(_incoming(_Entry(number, fields, 1), dead), fields.get(_REJECTED_FOR.encode()), None)
+            if fate == "stop":
+                return Sifted(there, settled)
+            if fate == "replay":
+                kept = {name: value for name, value in fields.items() if name != _REJECTED_FOR.encode()}
+                client.xadd(stream, kept or fields)  # an entry needs a field
+            if fate != "keep":
+                client.xdel(dead, number)
+                settled += 1
+        letters = client.xrange(dead, min=b"(" + letters[-1][0], max=last[0][0], count=_MANY)
+    return Sifted(there, settled)
 
 
 def _incoming(entry: _Entry, stream: str) -> Incoming:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm.exc import StaleDataError
@@ -37,20 +38,18 @@ from ..message import Message, envelope, id_text, logger_of, printable, valid_so
 from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
+from .dead_letters import DeadLetter, Decide, Fate, Judge
 from .incoming import Convert, Incoming, check_convert, json_event, with_digest
 
 __all__ = ["Settled", "Settling"]
 
-L = TypeVar("L")  # a dead letter, as the broker's client has it
-M = TypeVar("M")  # a message, likewise
+M = TypeVar("M")  # a message, as the broker's client has it
 
 logger = logger_of("projector_dedup.consumers")
 
 MAX_REASON = 1_000  # bytes of an error in a log line and in a header; an attribute of Pub/Sub has at most 1,024
 MAX_NAMES = 10  # headers that one log line names
-_QUIET = 5.0  # seconds without an older dead letter, after which `replay_older` ends
 _LONGEST_WAIT = 10.0  # seconds that a consumer may wait for more messages: it looks whether it is stopped in between
-_HELD = 600  # seconds for which it keeps a newer one back: otherwise the broker would send it again
 
 _REASONS: tuple[tuple[tuple[type[BaseException], ...], Reason], ...] = (  # the first match counts
     ((InvalidMessageIdError,), "invalid_id"),
@@ -233,6 +232,23 @@ class Settling:
         if self._observing is not None:
             self._observing.report_delivery("rejected", self._broker, settled.label, error=error)
         return settled
+
+    def judge(self, decide: Decide) -> Judge:
+        """Return a function that builds a ``DeadLetter`` from a message, and returns what ``decide`` says about it."""
+
+        def judge(incoming: Incoming, reason: object, deliveries: int | None) -> Fate:
+            event: object = _UNREAD
+            with contextlib.suppress(Exception):  # it may be a dead letter because ``convert`` fails
+                event = self._convert(incoming)
+            found = self._id_of(incoming, event) or f"sha256:{hashlib.sha256(incoming.body).hexdigest()[:16]}"
+            occurred_at = event.occurred_at if isinstance(event, Message) else None
+            text = reason.decode(errors="backslashreplace") if isinstance(reason, bytes) else str(reason or "")
+            fate = decide(DeadLetter(found, text, occurred_at, deliveries, incoming.body, incoming.headers))
+            if fate not in get_args(Fate):
+                raise ValueError(f'decide returns "keep", "replay", "drop" or "stop" for a dead letter, not {fate!r}')
+            return fate
+
+        return judge
 
     def _acknowledged(self, incoming: Incoming, event: object) -> Settled:
         if self._observing is not None:
@@ -459,30 +475,3 @@ def filled(found: list[M], batch: int, batch_wait: float, receive: Callable[[int
         time.sleep(batch_wait)
         found += receive(batch - len(found))
     return found
-
-
-def replay_older(
-    receive: Callable[[], Sequence[L]],
-    move: Callable[[L], object],
-    *,
-    is_newer: Callable[[L], bool],
-    delay: Callable[[L, int], object],
-) -> int:
-    """Move the dead letters that were there before the start, and return their number.
-
-    For a broker that can neither count nor order them: ``receive`` returns some, and none if there is none. A message
-    that is rejected again meanwhile is a newer letter: moving it would never end. ``delay`` holds it back for a number
-    of seconds.
-    """
-    last, count, newer = time.monotonic(), 0, list[L]()
-    while time.monotonic() < last + _QUIET and (letters := receive()):
-        for letter in letters:
-            if is_newer(letter):
-                delay(letter, _HELD)
-                newer.append(letter)
-                continue
-            move(letter)
-            count, last = count + 1, time.monotonic()
-    for letter in newer:
-        delay(letter, 0)
-    return count

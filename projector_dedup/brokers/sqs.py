@@ -21,8 +21,9 @@ with needs("sqs"):
 
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
+from .dead_letters import Decide, Judge, Sifted, replay_each, sift_older
 from .incoming import Convert, Incoming, json_event
-from .settling import Settled, Settling, check_batch, deliver_in_groups, expect, filled, logger, replay_older
+from .settling import Settled, Settling, check_batch, deliver_in_groups, expect, filled, logger
 
 __all__ = ["Consumer", "lambda_handler", "replay"]
 
@@ -86,6 +87,14 @@ class Consumer:
             broker="sqs",
         )
         self._stopping = False
+
+    def settle_dead_letters(self, decide: Decide) -> Sifted:
+        """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when.
+
+        SQS counts a receive of each, and hides those that are kept until the end. If the process is killed meanwhile,
+        they stay hidden for ten minutes. In a FIFO queue, a letter that is kept hides the later ones of its group.
+        """
+        return _sift(self._client, self._url, self._settling.judge(decide))
 
     def run(self) -> None:
         """Consume until ``stop`` is called.
@@ -161,20 +170,28 @@ def replay(client: BaseClient, queue_url: str) -> int:
     ``replay`` returns if SQS has no dead letter, or for five seconds none from before its start.
     """
     expect(BaseClient, client, _CLIENT)
-    sqs: Any = client
-    dead, began = _dead_letter_queue(sqs, queue_url), time.time() * 1000
+    return _sift(client, queue_url, replay_each).settled
 
-    def move(letter: _Message) -> None:
+
+def _sift(sqs: Any, queue_url: str, judge: Judge) -> Sifted:
+    """Settle the present dead letters that nobody else is receiving."""
+    dead, began = _dead_letter_queue(sqs, queue_url), time.time() * 1000
+    sizes = ("ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible")
+    there = sqs.get_queue_attributes(QueueUrl=dead, AttributeNames=sizes)["Attributes"]
+
+    def replay(letter: _Message) -> None:
         kept = {name: value for name, value in _attributes(letter).items() if name != _REJECTED_FOR}
         _send(sqs, queue_url, letter, kept)
-        sqs.delete_message(QueueUrl=dead, ReceiptHandle=letter["ReceiptHandle"])
 
-    return replay_older(
+    settled = sift_older(
         lambda: _receive(sqs, dead, 1),
-        move,
+        lambda letter: judge(incoming := _incoming(letter, dead), incoming.headers.get(_REJECTED_FOR), None),
+        replay,
+        lambda letter: sqs.delete_message(QueueUrl=dead, ReceiptHandle=letter["ReceiptHandle"]),
         is_newer=lambda letter: int(letter["Attributes"]["SentTimestamp"]) > began,
         delay=lambda letter, seconds: _delay(sqs, dead, [(letter, seconds)]),
     )
+    return Sifted(sum(int(there[size]) for size in sizes), settled)
 
 
 class _Queue:

@@ -1,0 +1,171 @@
+"""The dead letters of each consumer, by `idempotency dead`: listed, shown, replayed and dropped; nothing else moves."""
+
+import contextlib
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import nats
+import pytest
+from click.testing import CliRunner, Result
+from projector_dedup.cli.main import main
+
+import payments
+from adapters import CLIENTS, KAFKA, Adapter, Nats, adapter
+from consumer_rig import Sent
+from databases import Database
+from kafka_cluster import KafkaCluster, kafka_cluster
+from payments import RULES, payment
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed:ResourceWarning",
+    "ignore:loop is closed:ResourceWarning",
+    "ignore:\\s*The 'queue' task attribute:DeprecationWarning",
+)  # of nats-py, whose connection ends with the process of the command, and of Celery
+
+OURS = ("pika", "aio-pika", "nats", "redis", "sqs", "sqs-fifo", "pubsub", KAFKA)
+THEIRS = tuple(each for each in CLIENTS if each not in OURS)
+GARBAGE = Sent(None, b"{")
+HASH = f"sha256:{hashlib.sha256(GARBAGE.body).hexdigest()[:16]}"
+REASON = r"ValueError: this account cannot be read\nreally"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
+    """A cluster for all tests of this file; each has topics of its own."""
+    with kafka_cluster(tmp_path_factory.mktemp("kafka")) as found:
+        yield found
+
+
+@pytest.fixture(params=OURS)
+def consumer(request: pytest.FixtureRequest, postgresql: Database) -> Iterator[Adapter]:
+    """A queue of the test's own, and a consumer of it in the module `shop`, by each client in turn."""
+    cluster = request.getfixturevalue("cluster") if request.param == KAFKA else None
+    with adapter(request.param, postgresql, cluster) as made:
+
+        async def make() -> Any:
+            if isinstance(made, Nats):
+                return made.make(_dispatcher(made), connection=await nats.connect(made.queue.url))
+            return made.make(_dispatcher(made))
+
+        with shop(make):
+            yield made
+
+
+def of(*clients: str) -> pytest.MarkDecorator:
+    """Try these clients only: the broker does not matter."""
+    return pytest.mark.parametrize("consumer", clients, indirect=True)
+
+
+@contextlib.contextmanager
+def shop(consumer: object) -> Iterator[None]:
+    """A module `shop` with a consumer."""
+    with pytest.MonkeyPatch.context() as patch:
+        made: Any = ModuleType("shop")
+        made.consumer = consumer
+        patch.setitem(sys.modules, "shop", made)
+        yield
+
+
+def _dispatcher(made: Adapter) -> Any:
+    if made.is_awaited:
+        return payments.async_dispatcher(made.database.async_url)[0]
+    return payments.dispatcher(made.engine)
+
+
+def dead(*arguments: str, types: str | None = None) -> Result:
+    """Run `idempotency dead` in this process."""
+    return CliRunner().invoke(main, ["dead", "shop:consumer", *arguments], input=types)
+
+
+def listed(*arguments: str) -> Any:
+    """What `list` or another command prints as JSON."""
+    found = dead(*arguments, "--json")
+    assert (found.exit_code, found.stderr) == (0, "")
+    return json.loads(found.stdout)
+
+
+def poison(consumer: Adapter) -> None:
+    """Have the consumer reject two messages, one of them published twice, and one without an id or JSON."""
+    RULES["b"] = "poison"
+    consumer.queue.publish([GARBAGE])
+    consumer.pay((1, "b"), (2, "b"), (1, "b"), (3, "a"))
+    consumer.consume_until(lambda: consumer.settled({"a": 1})() and len(consumer.queue.dead()) == 4)
+
+
+def test_a_person_lists_shows_drops_and_replays_dead_letters(consumer: Adapter) -> None:
+    """`list` and `show` leave everything in its place, `drop` deletes those of one id, `replay` applies the rest."""
+    poison(consumer)
+    before = sorted(consumer.queue.dead(), key=repr)
+    found = listed("list")
+    assert sorted(each["id"] for each in found["dead_letters"]) == ["p1", "p1", "p2", HASH]
+    assert {each["reason"] for each in found["dead_letters"] if each["id"] == "p1"} == {REASON}
+    assert (found["complete"], found["there"]) == (True, None if consumer.client in ("pubsub", KAFKA) else 4)
+    assert {*found["dead_letters"][0]} == {"id", "occurred_at", "deliveries", "reason"}
+    (shown,) = listed("show", HASH, "--values")["dead_letters"]
+    assert (shown["body"], shown["reason"].partition(":")[0]) == ("{", "InvalidMessageError")
+    assert "headers" in shown
+    assert sorted(consumer.queue.dead(), key=repr) == before
+    dropped, rest = dead("drop", "p1", "--yes"), [GARBAGE, Sent("p2", payment(2, "b"))]
+    if consumer.client == KAFKA:
+        assert (dropped.exit_code, "Kafka cannot remove one message" in dropped.stderr) == (1, True)
+        rest = before
+    else:
+        assert (dropped.output, dropped.exit_code) == ("Dropped 2 dead letters of message p1.\n", 0)
+    assert sorted(consumer.queue.dead(), key=repr) == sorted(rest, key=repr)
+    RULES.clear()
+    assert dead("replay", "--yes").output == f"{len(rest)} dead letters are back in the queue.\n"
+    balances = {"a": 1, "b": 2 if consumer.client == KAFKA else 1}
+    consumer.consume_until(lambda: consumer.settled(balances)() and consumer.queue.dead() == [GARBAGE])
+
+
+@of("pika", "redis")
+def test_a_list_has_a_limit_and_no_values(consumer: Adapter) -> None:
+    """It says how many there are, and prints bodies and headers only if it is told to."""
+    poison(consumer)
+    found = dead("list", "--limit", "3")
+    assert found.stdout.splitlines()[0].split() == ["id", "occurred", "(UTC)", "deliveries", "reason"]
+    assert f"p1 - {'1' if consumer.client == 'pika' else '-'} {REASON}" in " ".join(found.stdout.split())
+    assert found.stdout.splitlines()[4:] == ["shop:consumer: 4 dead letters; raise --limit to list more."]
+    assert "amount" not in found.stdout
+    assert len(re.findall(r"^body {9}[{]", dead("list", "--values").stdout, re.MULTILINE)) == 4
+    assert len(consumer.queue.dead()) == 4
+
+
+@of("pika")
+def test_nothing_is_replayed_or_dropped_without_a_yes(consumer: Adapter) -> None:
+    """There is no terminal here, so the question is refused; a letter that is not there is told."""
+    poison(consumer)
+    for arguments in (["replay"], ["drop", "p1"]):
+        assert (dead(*arguments).exit_code, "add --yes" in dead(*arguments).stderr) == (2, True)
+    for command in (["show", "p9"], ["drop", "p9", "--yes"]):
+        assert (dead(*command).exit_code, "no dead letter of message p9" in dead(*command).stderr) == (1, True)
+    assert len(consumer.queue.dead()) == 4
+
+
+@pytest.mark.parametrize("client", THEIRS)
+def test_an_application_of_celery_or_faststream_is_refused(client: str, postgresql: Database) -> None:
+    """The error says how to reach its dead letters."""
+    with adapter(client, postgresql) as made, shop(lambda: made.make(_dispatcher(made))):
+        refused = dead("list")
+    words = "replay(app, queue)" if client == "celery" else "projector_dedup.brokers.aio_pika or .nats"
+    assert (refused.exit_code, words in refused.stderr) == (2, True), refused.output
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("no_such_module:consumer", "ModuleNotFoundError"),
+        ("json:no_such_attribute", "AttributeError"),
+        ("json:decoder", "is of type module"),
+        ("json:dumps", "TypeError"),
+    ],
+)
+def test_a_wrong_name_is_one_line_and_exit_code_2(place: str, words: str) -> None:
+    """A missing module or attribute, another type, and a function that takes arguments."""
+    refused = CliRunner().invoke(main, ["dead", place, "list"])
+    assert (refused.exit_code, refused.stderr.count("\n"), words in refused.stderr) == (2, 1, True), refused.stderr
