@@ -1,7 +1,7 @@
 """Tell a duplicate from another message with the same id: by a digest of the body's bytes, which the marker stores.
 
-A marker without a digest compares with nothing. Tables of the version before have no column for it: the claim of the
-first digest fails there, and the delivery runs again without one.
+A marker without a digest compares with nothing. Tables of the version before have no column for it: each claim with a
+digest fails there, and the delivery runs again without one.
 """
 
 from __future__ import annotations
@@ -14,30 +14,9 @@ from sqlalchemy import BindParameter, Select, Table, bindparam, select
 from sqlalchemy.engine import Connection
 
 from .dialects import LastStatement, handler_parameters
-from .late import FRESH, Instant
 
 SHOWN = 12  #: digits of a digest in log lines and errors
 AT_ONCE = 500  # every database accepts this many values in one IN (...)
-
-
-class Bodies:
-    """The digests of one dispatcher. Threads may share the object.
-
-    ``reject`` is True if a duplicate with another body is an error, and False if the library only reports it.
-    """
-
-    def __init__(self, *, reject: bool) -> None:
-        self.reject = reject
-        self._lacking: Instant | None = None
-
-    @property
-    def compared(self) -> bool:
-        """True if claims write digests: the table has the column, or the last try without success is old."""
-        return self._lacking is None or self._lacking.age > FRESH
-
-    def lacks_column(self) -> None:
-        """Note that the table has no column for digests. Claims write none until it is time to try again."""
-        self._lacking = Instant.now()
 
 
 def other_body(marker: Table, key: Mapping[str, Any], names: Sequence[str]) -> LastStatement:

@@ -83,7 +83,7 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
 
     Return True if the result is durable. It is False only inside ``testing.external_transaction``.
     """
-    attempts, bodies = Attempts(policy, marked=work.marked), options.bodies
+    attempts = Attempts(policy, marked=work.marked)
     while True:
         uow = UnitOfWork.opened(factory, options, waiting)
         try:
@@ -95,13 +95,11 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
                         for call in work.calls(uow):  # 2 the handler, on the same session
                             waiting.call_handler(work.identity, call)
                         uow.commit_and_close()  # 3 marker and writes, together
-            if bodies is not None and options.bodies is None:
-                bodies.lacks_column()
             work.log_settled(attempts)
             return uow.durable
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
             if uow.claiming_digest and isinstance(error, MissingTableError):
-                options = replace(options, bodies=None)  # perhaps the tables of the version before
+                options = replace(options, other_body="ignore")  # perhaps the tables of the version before
                 continue
             overtaken, accepted = uow.overtaken, options.accepted
             work.connected = uow.dialect is not None
@@ -166,8 +164,8 @@ class Chunk:
             self.outcomes[index] = Outcome.APPLIED
         if moment is not None:
             self._refuse_late(moment, skip=uow.lateness is not None and uow.lateness.skip)
-        self.others = {} if uow.bodies is None else self._other_bodies(uow.others)
-        if self.others and uow.bodies is not None and uow.bodies.reject:
+        self.others = {} if uow.other_body == "ignore" else self._other_bodies(uow.others)
+        if self.others and uow.other_body == "reject":
             self.at = min(self.others)
             raise OtherBodyError(
                 f"{self._other(self.at)}. If the producer gave one id to two events, publish this one again with an id "
@@ -220,7 +218,7 @@ class Chunk:
         if not handler.idempotent:
             uow.begin()
             return list(range(len(self.messages)))
-        digests = uow.bodies is not None
+        digests = uow.other_body != "ignore"
         keys = [
             valid_key(
                 stored_id(each.id, each.source), handler.identity, each.occurred_at, each.digest if digests else None

@@ -15,7 +15,6 @@ from sqlalchemy.util import greenlet_spawn
 
 from .asyncio_names import async_sessionmaker
 from .batch import NOT_TRIED, Result, deliver_batch
-from .bodies import Bodies
 from .building import handlers_of_all, may_fail, report_failure
 from .delivery import Chunk, deliver
 from .errors import (
@@ -98,8 +97,7 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
         self._policy = retry or RetryPolicy()
         self._observing = None if observer is None else Observing(observer, partial(route_of, extractor=type))
         lateness = None if late == "apply" else Lateness(tables, skip=late == "skip")
-        bodies = None if other_body == "ignore" else Bodies(reject=other_body == "reject")
-        shared = UnitOptions(tables, claim_timeout, isolation, strict=strict, lateness=lateness, bodies=bodies)
+        shared = UnitOptions(tables, claim_timeout, isolation, strict=strict, lateness=lateness, other_body=other_body)
         self._handlers: dict[str, Handler] = {}
         self._options: dict[str, UnitOptions] = {}
         for handler in handlers_of_all(projectors):

@@ -38,12 +38,11 @@ import inspect
 import random
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy.orm import sessionmaker
 
 from .asyncio_names import async_sessionmaker
-from .bodies import Bodies
 from .errors import UnsafeSessionError
 from .late import Lateness
 from .tables import DedupTables, default_tables
@@ -93,7 +92,7 @@ class UnitOptions:
     - ``warn``: logs an isolation level that loses updates, once for each engine.
     - ``building``: forbids the handler to arm effects.
     - ``lateness``: detects late messages. None applies them.
-    - ``bodies``: stores and compares the digests of bodies. None stores none.
+    - ``other_body``: what to do about a duplicate with another body. ``"ignore"`` stores and compares no digest.
     - ``lowered``: runs the handler at READ COMMITTED, after an attempt in which its lock was younger than its snapshot.
     - ``accepted``: texts of unique violations for which an earlier attempt was given up. None accepts all: nobody runs
       the unit of work again.
@@ -108,7 +107,7 @@ class UnitOptions:
     warn: bool = True
     building: bool = False
     lateness: Lateness | None = None
-    bodies: Bodies | None = None
+    other_body: Literal["log", "reject", "ignore"] = "ignore"
     lowered: bool = False
     accepted: frozenset[str] | None = frozenset()
 

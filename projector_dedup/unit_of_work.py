@@ -119,8 +119,7 @@ class UnitOfWork:
         self.durable = True  # False: the transaction belongs to the caller, who has not committed it yet
         self.last: LastStatement | None = None  # a statement that ``commit`` runs after all others
         self.lateness = options.lateness  # for ``Chunk.claim``: the unit of work itself detects no late message
-        compared = options.bodies is not None and options.bodies.compared
-        self.bodies = options.bodies if compared else None  # for ``Chunk.claim``: None if it writes no digest
+        self.other_body = options.other_body  # for ``Chunk.claim``, too
         self.claiming_digest = False  # True: a claim with a digest has begun, and was not answered
         self.others: dict[str, bytes] = {}  # by id: the stored digest of each duplicate that has another body
         self._guard: Guard | None = None
