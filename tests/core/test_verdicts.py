@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from asyncpg import ForeignKeyViolationError, UniqueViolationError
+from asyncpg import ForeignKeyViolationError, UniqueViolationError  # type: ignore[import-untyped]
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
