@@ -24,13 +24,13 @@ from ..effects.record import ATTEMPT, DONE, MAX_ERROR, NewRow, evidence, finish,
 from ..errors import RefusedError
 from ..late import in_utc
 from ..markers import insert_marker, marker_key
-from ..message import MAX_MESSAGE_ID_BYTES, printable
+from ..message import DIGEST_BYTES, MAX_MESSAGE_ID_BYTES, printable
 from ..tables import DedupTables, default_tables, full_name
 from .databases import database_of
 from .findings import Finding, advice, server_findings
 from .rebuilds import open_rebuilds
 from .running import connected_to
-from .schema import KINDS, has_default, structure_findings, version_findings
+from .schema import KINDS, columns_there, has_default, structure_findings, version_findings
 from .state import duration, in_hours, moment_with_zone
 from .stats import Ages, handlers_of
 
@@ -40,6 +40,8 @@ _LOOK_ALIKES = ("a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1",
 _EVERY_BYTE = bytes(range(256))
 _WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-32:])
 """A record that fills its columns: a result of 64 KiB with every byte, which a text column cannot store."""
+
+_DIGEST = _EVERY_BYTE[-DIGEST_BYTES:]
 
 _MINUTE = 60_000  # milliseconds
 
@@ -77,6 +79,8 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
     )
     try:
         keys = [marker_key(each, handler) for each in _LOOK_ALIKES]
+        if type(tables) is DedupTables and tables.marker.c.digest in columns_there(connection, tables.marker):
+            keys[0]["digest"] = _DIGEST
         keys += [marker_key(_LOOK_ALIKES[0], each) for each in (handler.upper(), handler + " ")]
         new = [_insert(connection, dialect, tables, key) for key in keys]
         late = _is_late(connection, tables.marker, handler)
@@ -104,9 +108,9 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
             return [has_default(column, remedy)]
         wrong = f"{column} is not the time at which a row is inserted"
         return [Finding(wrong, "cleanup would delete new rows; correct the default of the column; " + remedy)]
-    what = "an effect" if isinstance(tables, EffectTables) else "a record"
+    what = "an effect" if isinstance(tables, EffectTables) else f"a {'record' if tables.keyed else 'digest'}"
     problem = f"{full_name(tables.marker, connection)} does not store {what} exactly as it was written"
-    return [] if kept else [Finding(problem, "results would be cut or changed; " + remedy)]
+    return [] if kept else [Finding(problem, "values would be cut or changed; " + remedy)]
 
 
 def _insert(connection: Connection, dialect: Dialect, tables: DedupTables, key: dict[str, Any]) -> bool:
@@ -139,7 +143,13 @@ def _off_by(connection: Connection, marker: Table, *which: ColumnElement[bool]) 
 
 
 def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:
-    """True if a row of these tables keeps the values of its other columns."""
+    """True if the row of the first look-alike keeps the values of its other columns."""
+    if type(tables) is DedupTables:
+        marker, first = tables.marker, _LOOK_ALIKES[0]
+        if marker.c.digest not in columns_there(connection, marker):
+            return True
+        row = select(marker.c.digest).where(marker.c.message_id == first, marker.c.handler == handler)
+        return connection.scalar(row) in (_DIGEST, memoryview(_DIGEST))
     if isinstance(tables, CommandTables):
         return keeps_records(connection, dialect, tables, _LOOK_ALIKES[0], handler)
     return not isinstance(tables, EffectTables) or _keeps_effects(connection, tables.marker, _LOOK_ALIKES[0], handler)

@@ -1,5 +1,6 @@
 """`show` and `forget`: the markers of one message."""
 
+import hashlib
 import json
 from datetime import UTC, datetime, timedelta
 
@@ -19,6 +20,7 @@ from projector_dedup.message import stored_id
 
 ODD = "pay\nment 1\u202e"
 HOUR = timedelta(hours=1)
+DIGEST = hashlib.sha256(b"{}").digest()[:16]
 
 
 def fill(engine: Engine, *keys: tuple[str, str]) -> datetime:
@@ -29,7 +31,13 @@ def fill(engine: Engine, *keys: tuple[str, str]) -> datetime:
         connection.execute(
             insert(tables.marker),
             [
-                {"message_id": message_id, "handler": handler, "processed_at": at, "occurred_at": at - HOUR}
+                {
+                    "message_id": message_id,
+                    "handler": handler,
+                    "processed_at": at,
+                    "occurred_at": at - HOUR,
+                    "digest": DIGEST if handler != "b.add" else None,
+                }
                 for message_id, handler in keys
             ],
         )
@@ -112,10 +120,12 @@ def test_show_prints_a_line_for_each_handler(engine: Engine) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     title, header, *rows = done.stdout.splitlines()
     assert title == r"Message pay\nment 1\u202e:"
-    assert header.split() == ["handler", "processed", "(UTC)", "age", "occurred", "(UTC)"]
+    assert header.split() == ["handler", "processed", "(UTC)", "age", "occurred", "(UTC)", "digest"]
     moments = [f"{moment:%Y-%m-%d %H:%M:%S}" for moment in (at, at - HOUR)]
-    for row, name in zip(rows, [r"a\t.add", "b.add"], strict=True):
+    digests = [hashlib.sha256(b"{}").hexdigest()[:12], "-"]  # as sha256sum prints it
+    for row, name, digest in zip(rows, [r"a\t.add", "b.add"], digests, strict=True):
         assert row.startswith(f"{name} ")
+        assert row.endswith(f" {digest}")
         assert all(moment in row for moment in moments)
 
 
@@ -153,6 +163,7 @@ def test_show_prints_json(engine: Engine) -> None:
     one = json.loads(done.stdout)
     (marker,) = one["markers"]
     assert (one["message_id"], marker["handler"], marker["processed_at"]) == (ODD, "a.add", at.isoformat())
+    assert marker["digest"] == DIGEST.hex()
 
 
 @pytest.mark.parametrize("command", [["show"], ["forget", "--yes"]], ids=" ".join)
