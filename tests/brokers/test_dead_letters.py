@@ -20,6 +20,7 @@ from consumer_rig import Sent
 from databases import Database
 from kafka_cluster import KafkaCluster, kafka_cluster
 from payments import RULES, payment
+from projector_dedup.errors import RefusedError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:unclosed:ResourceWarning",
@@ -145,6 +146,21 @@ def test_nothing_is_replayed_or_dropped_without_a_yes(consumer: Adapter) -> None
     for command in (["show", "p9"], ["drop", "p9", "--yes"]):
         assert (dead(*command).exit_code, "no dead letter of message p9" in dead(*command).stderr) == (1, True)
     assert len(consumer.queue.dead()) == 4
+
+
+def test_kafka_replays_no_letter_behind_another_that_is_kept(postgresql: Database, cluster: KafkaCluster) -> None:
+    """Its group has a position in the partition: the first letter would never be seen again."""
+    with adapter(KAFKA, postgresql, cluster) as made:
+        for number in (1, 2):
+            made.queue.send(payment(number), {"message_id": f"p{number}"}, topic=made.queue.dead_letters)
+        letters = made.make(_dispatcher(made))
+        with pytest.raises(RefusedError, match="nor replay one behind another that is kept"):
+            letters.settle_dead_letters(lambda letter: "keep" if letter.id == "p1" else "replay")
+        with pytest.raises(ValueError, match="decide returns"):
+            letters.settle_dead_letters(lambda _: None)
+        assert [each.id for each in made.queue.dead()] == ["p1", "p2"]
+        assert letters.settle_dead_letters(lambda _: "replay").settled == 2
+        assert made.queue.dead() == []
 
 
 @pytest.mark.parametrize("client", THEIRS)

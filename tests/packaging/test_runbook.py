@@ -95,7 +95,9 @@ def test_each_command_exists() -> None:
         found: click.Command = main
         given = 0
         for word in shlex.split(line):
-            if isinstance(found, click.Group) and given < sum(isinstance(each, click.Argument) for each in found.params):
+            if isinstance(found, click.Group) and given < sum(
+                isinstance(each, click.Argument) for each in found.params
+            ):
                 given += 1
             elif isinstance(found, click.Group) and not word.startswith("-"):
                 assert word in found.commands, line
