@@ -151,7 +151,7 @@ def from_application(place: str, kinds: tuple[type[Any], ...], example: str) -> 
     """
     found = imported(place, "--app", example)
     if callable(found) and not isinstance(found, kinds):
-        with _explained(place, "--app", example):
+        with importing(place, "--app", example):
             found = found()
     if not isinstance(found, kinds):
         first, second = (each.__name__ for each in kinds)
@@ -166,12 +166,13 @@ def imported(place: str, option: str, example: str) -> Any:
     """Import the object that ``place`` names. Adds the current folder to ``sys.path``. Raises `Failed`."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # like `python -m`, but unlike the script of an installed command
-    with _explained(place, option, example):
+    with importing(place, option, example):
         return resolve_name(place)
 
 
 @contextmanager
-def _explained(place: str, option: str, example: str) -> Iterator[None]:
+def importing(place: str, option: str, example: str) -> Iterator[None]:
+    """Turn an error of the user's module or function in the block into `Failed`."""
     try:
         yield
     except Exception as error:  # the user's module may raise any error

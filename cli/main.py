@@ -16,6 +16,7 @@ import sqlalchemy
 try:
     from .check import check
     from .cleanup import cleanup, horizon
+    from .consume import consume
     from .effects import effects
     from .options import EXIT_CODES
     from .output import Failed, fitted, without_secrets
@@ -84,5 +85,5 @@ def main() -> None:
     """
 
 
-for _command in (check, schema, cleanup, horizon, show, forget, rename, rebuild, effects):
+for _command in (check, schema, cleanup, horizon, show, forget, rename, rebuild, effects, consume):
     main.add_command(_command)

@@ -13,13 +13,14 @@ from typing import Any
 from ..extras import needs
 
 with needs("pubsub"):
-    from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
+    from google.api_core.exceptions import DeadlineExceeded, InvalidArgument, ServiceUnavailable
     from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
     from google.pubsub_v1 import PublisherClient as _Service
 
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .incoming import Convert, Incoming, json_event
+from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
 from .settling import Settled, Settling, check_batch, deliver_in_groups, expect, replay_older
 
 __all__ = ["Consumer", "replay"]
@@ -34,7 +35,7 @@ _SUBSCRIBER = "subscriber is a google.cloud.pubsub_v1.SubscriberClient"
 _PUBLISHER = "publisher is a google.cloud.pubsub_v1.PublisherClient"
 
 
-class Consumer:
+class Consumer(Runs):
     """Consumes a subscription of Google Cloud Pub/Sub, in batches.
 
     ``subscription`` is its full name, ``projects/PROJECT/subscriptions/NAME``. The consumer acknowledges a message
@@ -73,28 +74,36 @@ class Consumer:
         self._publisher: Any = publisher
         self._name = subscription
         self._settling = Settling(dispatcher, convert, max_attempts=max_attempts, max_delay=max_delay, broker="pubsub")
-        self._stopping = False
 
     def run(self) -> None:
-        """Consume until ``stop`` is called.
+        """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.
 
-        Raises the error of the client if Pub/Sub fails. Raises ``RefusedError`` if the subscription has no dead-letter
-        policy: there is no topic for rejected messages then, and Pub/Sub does not count deliveries.
+        Raises ``ConnectionError`` if Pub/Sub cannot be reached, and the error of the client if it fails later. Raises
+        ``RefusedError`` if the subscription has no dead-letter policy: there is no topic for rejected messages then,
+        and Pub/Sub does not count deliveries.
         """
-        found = self._subscriber.get_subscription(request={"subscription": self._name})
+        with draining(self.stop):
+            found, dead = self._open()
+            while not self._stopping:
+                received = _pull(self._subscriber, self._name, self._batch)
+                for each, settled in zip(received, self._deliver(received, found.enable_message_ordering), strict=True):
+                    self._settle(each, settled, dead)
+
+    def _open(self) -> tuple[Any, str]:
+        """Return the subscription, and its topic of dead letters."""
+        address = self._subscriber.transport.host
+        request = {"subscription": self._name}
+        try:
+            found = self._subscriber.get_subscription(request=request, timeout=CONNECT_TIMEOUT, retry=None)
+        except (ServiceUnavailable, DeadlineExceeded) as error:
+            raise cannot_reach("Pub/Sub", address, error) from error
         if not (dead := found.dead_letter_policy.dead_letter_topic):
             raise RefusedError(
                 f"the subscription {self._name} has no dead-letter policy, so there is no topic for rejected messages: "
                 "give it a dead-letter policy that names a topic"
             )
-        while not self._stopping:
-            received = _pull(self._subscriber, self._name, self._batch)
-            for each, settled in zip(received, self._deliver(received, found.enable_message_ordering), strict=True):
-                self._settle(each, settled, dead)
-
-    def stop(self, *_: object) -> None:
-        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
-        self._stopping = True
+        self._log_start(f"{self._name} of Pub/Sub at {address}")
+        return found, dead
 
     def _deliver(self, received: Sequence[Any], ordered: bool) -> Sequence[Settled | None]:
         incoming = [_incoming(each, self._name) for each in received]
