@@ -204,3 +204,5 @@ def _show_log() -> None:
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
         logging.getLogger("projector_dedup").setLevel(logging.INFO)
+        for client in ("pika", "aiormq"):  # what they log before they raise it, in up to ten lines
+            logging.getLogger(client).setLevel(logging.CRITICAL)

@@ -161,8 +161,8 @@ def _connected(parameters: Parameters) -> BlockingConnection:
     soon.stack_timeout = min(parameters.stack_timeout or CONNECT_TIMEOUT, CONNECT_TIMEOUT)
     try:
         return BlockingConnection(soon)
-    except (AMQPConnectionError, OSError) as error:  # the text of pika's is empty, except for its arguments
-        why = str(error) or ", ".join(map(str, error.args)) or type(error).__name__
+    except (AMQPConnectionError, OSError) as error:
+        why = str(error) or ", ".join(map(repr, error.args))  # the arguments of pika's have no text, but say why
         raise cannot_reach("RabbitMQ", _address(parameters), why) from error
 
 
