@@ -16,6 +16,7 @@ import sqlalchemy
 try:
     from .check import check
     from .cleanup import cleanup, horizon
+    from .consume import consume
     from .dead import dead
     from .effects import effects
     from .options import EXIT_CODES
@@ -85,5 +86,5 @@ def main() -> None:
     """
 
 
-for _command in (check, schema, cleanup, horizon, show, forget, rename, rebuild, effects, dead):
+for _command in (check, schema, cleanup, horizon, show, forget, rename, rebuild, effects, consume, dead):
     main.add_command(_command)

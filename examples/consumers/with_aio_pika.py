@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 from dataclasses import dataclass
 
 from sqlalchemy import String
@@ -56,18 +55,14 @@ class AccountTotals:
 
 engine = create_async_engine(DATABASE_URL)
 dispatcher = AsyncDispatcher(async_sessionmaker(engine), AccountTotals())
-
-
-async def create_tables() -> None:  # or by your migrations
-    async with engine.begin() as connection:
-        await connection.run_sync(Base.metadata.create_all)
+consumer = Consumer(AMQP_URL, "payments", dispatcher, convert, prefetch=10)
 
 
 async def main() -> None:
-    await create_tables()
-    consumer = Consumer(AMQP_URL, "payments", dispatcher, convert, prefetch=10)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop)
+    async with engine.begin() as connection:  # or by your migrations
+        await connection.run_sync(Base.metadata.create_all)
     await consumer.run()
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,7 +1,6 @@
 """Add up the payments in a topic of Kafka; ``begin`` prepares a new group."""
 
 import os
-import signal
 import sys
 from dataclasses import dataclass
 
@@ -54,9 +53,9 @@ Base.metadata.create_all(engine)  # or by your migrations
 dispatcher = Dispatcher(sessionmaker(engine), AccountTotals())
 
 config = {"bootstrap.servers": KAFKA, "group.id": "totals"}
+consumer = Consumer(config, ["payments"], dispatcher, convert)
+
 if sys.argv[1:] == ["begin"]:
     begin(config, ["payments"])
-else:
-    consumer = Consumer(config, ["payments"], dispatcher, convert)
-    signal.signal(signal.SIGTERM, consumer.stop)
+elif __name__ == "__main__":
     consumer.run()

@@ -2,10 +2,8 @@
 
 import asyncio
 import os
-import signal
 from dataclasses import dataclass
 
-import nats
 from sqlalchemy import String
 from sqlalchemy.ext.asyncio import (
     AsyncSession,
@@ -57,19 +55,14 @@ class AccountTotals:
 
 engine = create_async_engine(DATABASE_URL)
 dispatcher = AsyncDispatcher(async_sessionmaker(engine), AccountTotals())
-
-
-async def create_tables() -> None:  # or by your migrations
-    async with engine.begin() as connection:
-        await connection.run_sync(Base.metadata.create_all)
+consumer = Consumer(NATS_URL, "payments", "totals", dispatcher, convert)
 
 
 async def main() -> None:
-    await create_tables()
-    async with await nats.connect(NATS_URL) as connection:
-        consumer = Consumer(connection, "payments", "totals", dispatcher, convert)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop)
-        await consumer.run()
+    async with engine.begin() as connection:  # or by your migrations
+        await connection.run_sync(Base.metadata.create_all)
+    await consumer.run()
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())

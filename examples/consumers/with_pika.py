@@ -1,7 +1,6 @@
 """Add up the payments in a queue of RabbitMQ."""
 
 import os
-import signal
 from dataclasses import dataclass
 
 import pika
@@ -54,5 +53,5 @@ Base.metadata.create_all(engine)  # or by your migrations
 dispatcher = Dispatcher(sessionmaker(engine), AccountTotals())
 
 consumer = Consumer(pika.URLParameters(AMQP_URL), "payments", dispatcher, convert)
-signal.signal(signal.SIGTERM, consumer.stop)
-consumer.run()
+if __name__ == "__main__":
+    consumer.run()

@@ -1,7 +1,6 @@
 """Add up the payments in a subscription of Google Cloud Pub/Sub."""
 
 import os
-import signal
 from dataclasses import dataclass
 
 from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
@@ -55,5 +54,5 @@ dispatcher = Dispatcher(sessionmaker(engine), AccountTotals())
 
 clients = SubscriberClient(), PublisherClient()
 consumer = Consumer(*clients, SUBSCRIPTION, dispatcher, convert)
-signal.signal(signal.SIGTERM, consumer.stop)
-consumer.run()
+if __name__ == "__main__":
+    consumer.run()

@@ -1,7 +1,6 @@
 """Add up the payments in a stream of Redis."""
 
 import os
-import signal
 from dataclasses import dataclass
 
 import redis
@@ -55,5 +54,5 @@ dispatcher = Dispatcher(sessionmaker(engine), AccountTotals())
 
 client = redis.Redis.from_url(REDIS_URL)
 consumer = Consumer(client, "payments", "totals", dispatcher, convert)
-signal.signal(signal.SIGTERM, consumer.stop)
-consumer.run()
+if __name__ == "__main__":
+    consumer.run()

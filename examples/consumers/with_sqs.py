@@ -1,7 +1,6 @@
 """Add up the payments in a queue of Amazon SQS."""
 
 import os
-import signal
 from dataclasses import dataclass
 
 import boto3
@@ -54,5 +53,5 @@ Base.metadata.create_all(engine)  # or by your migrations
 dispatcher = Dispatcher(sessionmaker(engine), AccountTotals())
 
 consumer = Consumer(boto3.client("sqs"), QUEUE_URL, dispatcher, convert)
-signal.signal(signal.SIGTERM, consumer.stop)
-consumer.run()
+if __name__ == "__main__":
+    consumer.run()

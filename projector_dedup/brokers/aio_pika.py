@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from ..extras import needs
 
 with needs("aio-pika"):
     import aio_pika
-    from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
+    from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage
     from aiormq.abc import AbstractChannel as Underlay
     from aiormq.exceptions import InvalidFrameError
     from pamqp.commands import Basic
+    from yarl import URL
 
 from ..dispatcher import AsyncDispatcher
 from ..errors import RefusedError
@@ -34,6 +36,7 @@ from .rabbitmq import (
     queue_after,
     queues_beside,
 )
+from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
 from .settling import Settled, logger
 
 __all__ = ["Consumer", "replay"]
@@ -48,7 +51,7 @@ _UNREADABLE = (
 )
 
 
-class Consumer:
+class Consumer(Runs):
     """Delivers the messages of a durable queue to a dispatcher, several of them at the same time.
 
     The consumer acknowledges a message that is applied or is a duplicate. A message to retry waits in one of the queues
@@ -92,14 +95,13 @@ class Consumer:
             asynchronous=True,
         )
         self._url, self._queue = url, queue
-        self._stopping = False
         self._over = False  # True: no task takes another message
         self._why = ""  # the error, if an unreadable message closed the connection
         self._inbox: asyncio.Queue[AbstractIncomingMessage | None] = asyncio.Queue()  # None ends `run`
 
-    def stop(self) -> None:
+    def stop(self, *_: object) -> None:
         """Make ``run`` return after the current messages are settled. A signal handler of the loop may call this."""
-        self._stopping = True
+        super().stop()
         self._ended()
 
     async def settle_dead_letters(self, decide: Decide) -> Sifted:
@@ -110,18 +112,24 @@ class Consumer:
         return await _sift(self._url, self._queue, self._settling.judge(decide))
 
     async def run(self) -> None:
-        """Consume until ``stop`` is called.
+        """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.
 
-        Raises aio-pika's error, alone or in an ``ExceptionGroup``, or ``ConnectionError``, if the connection is lost.
+        Raises ``ConnectionError`` if RabbitMQ cannot be reached. If the connection is lost, raises that or aio-pika's
+        error, alone or in an ``ExceptionGroup``.
         Start the process again: RabbitMQ delivers every unacknowledged message again. Raises ``RefusedError`` in an
         ``ExceptionGroup`` for a message that aio-pika can read but not copy.
         """
         if not self._stopping:
             self._inbox = asyncio.Queue()  # messages of an earlier connection cannot be acknowledged on this one
             self._over = False
-        async with await aio_pika.connect(self._url) as connection:
+        with draining(partial(asyncio.get_running_loop().call_soon_threadsafe, self.stop)):
+            await self._run()
+
+    async def _run(self) -> None:
+        async with await _connected(self._url) as connection:
             channel = await _open(await connection.channel(on_return_raises=True), self._queue)
             await channel.set_qos(prefetch_count=self._prefetch)
+            self._log_start(f"queue {self._queue} of RabbitMQ at {_address(self._url)}")
             underlay = await channel.get_underlay_channel()
             underlay.on_consumer_cancel_callbacks.add(self._ended)
             channel.close_callbacks.add(self._closed)
@@ -181,7 +189,7 @@ async def replay(url: str, queue: str) -> int:
 
 async def _sift(url: str, queue: str, judge: Judge) -> Sifted:
     """Settle the present dead letters. RabbitMQ puts those that are kept back into their places."""
-    async with await aio_pika.connect(url) as connection:
+    async with await _connected(url) as connection:
         channel, settled = await _open(await connection.channel(on_return_raises=True), queue), 0
         dead = await channel.declare_queue(dead_letters(queue), passive=True)
         waiting = dead.declaration_result.message_count or 0
@@ -195,6 +203,18 @@ async def _sift(url: str, queue: str, judge: Judge) -> Sifted:
                 await message.ack()
                 settled += 1
         return Sifted(waiting, settled)
+
+
+def _address(url: str) -> str:
+    return URL(url).authority.rpartition("@")[2]
+
+
+async def _connected(url: str) -> AbstractConnection:
+    """Return a connection to RabbitMQ. Raises ``ConnectionError``, which names the address, if there is none soon."""
+    try:
+        return await aio_pika.connect(url, timeout=CONNECT_TIMEOUT)
+    except (aio_pika.exceptions.AMQPError, OSError) as error:
+        raise cannot_reach("RabbitMQ", _address(url), error) from error
 
 
 async def _open(channel: AbstractChannel, queue: str) -> AbstractChannel:

@@ -23,6 +23,7 @@ from ..errors import RefusedError
 from ..verdict import Action
 from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, Incoming, check_convert, json_event
+from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
 from .settling import Settled, Settling, check_batch, check_source, expect, logger, undeclared, with_source
 
 __all__ = ["Consumer", "begin", "replay"]
@@ -71,7 +72,7 @@ _LARGEST = 1 << 64  # the library never writes a larger number
 Headers: TypeAlias = list[tuple[str, str | bytes | None]]
 
 
-class Consumer:
+class Consumer(Runs):
     """Delivers the messages of topics to a dispatcher, and stores the offset of each message after it is settled.
 
     The consumer publishes a copy of a message to retry to ``<topic>.<group>.retry``, and of a rejected message to
@@ -133,7 +134,7 @@ class Consumer:
         self._gathered: list[Message] = []
         self._waiting: dict[tuple[str, int], deque[Received]] = {}
         self._resumed_at = 0.0
-        self._stopped = False
+        self._servers = str(config.get("bootstrap.servers") or config.get("metadata.broker.list"))
 
     def settle_dead_letters(self, decide: Decide) -> Sifted:
         """Keep or replay each dead letter that was not replayed yet, as ``decide`` says. ``replay`` explains when.
@@ -146,24 +147,24 @@ class Consumer:
         return Sifted(None, sum(each))
 
     def run(self) -> None:
-        """Consume until ``stop`` is called. At the end, commit the offsets of settled messages and leave the group.
+        """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.
 
-        Raises ``RefusedError`` if the group has no position, a topic is missing, a copy is too large for its topic, or
-        confluent-kafka cannot decode a message. Raises ``KafkaException`` for an error from which librdkafka does not
-        recover: start the process again.
+        At the end, commit the offsets of settled messages and leave the group. Raises ``ConnectionError`` if Kafka
+        cannot be reached. Raises ``RefusedError`` if the group has no position, a topic is missing, a copy is too large
+        for its topic, or confluent-kafka cannot decode a message. Raises ``KafkaException`` for an error from which
+        librdkafka does not recover: start the process again.
         """
-        try:
-            for topic in {*self._retry, *self._dead.values()}:
-                partitions_of(self._producer, topic)
-            self._client.subscribe(list(self._retry), on_revoke=self._forget, on_lost=self._forget)
-            while not self._stopped:
-                self._step()
-        finally:
-            self._client.close()
-
-    def stop(self, *_: object) -> None:
-        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
-        self._stopped = True
+        with draining(self.stop):
+            try:
+                _reach(self._producer, self._servers)
+                for topic in {*self._retry, *self._dead.values()}:
+                    partitions_of(self._producer, topic)
+                self._client.subscribe(list(self._retry), on_revoke=self._forget, on_lost=self._forget)
+                self._log_start(f"topics {', '.join({*self._retry} - self._copied)} of Kafka at {self._servers}")
+                while not self._stopping:
+                    self._step()
+            finally:
+                self._client.close()
 
     def _step(self) -> None:
         """Poll messages, and settle those that are due, with the waiting messages that are due."""
@@ -207,7 +208,7 @@ class Consumer:
         second. Resuming a partition that is not paused has no effect.
         """
         for place, line in list(self._waiting.items()):
-            while not self._stopped and (due := _first_due(line, self._batch)):
+            while not self._stopping and (due := _first_due(line, self._batch)):
                 self._settle(due)
                 for _ in due:
                     line.popleft()
@@ -232,14 +233,14 @@ class Consumer:
         while rest:
             incoming = [each.incoming(self._id_header, self._first[each.topic]) for each in rest]
             for settled in self._settling.deliver_in_order(incoming):
-                if settled.verdict is not None and settled.verdict.action is Action.RETRY_NOW and not self._stopped:
+                if settled.verdict is not None and settled.verdict.action is Action.RETRY_NOW and not self._stopping:
                     rest[0].attempt += 1  # and it is the first again
                     continue
                 received = rest.popleft()
                 if not settled.acknowledge:
                     self._publish_copy(received, settled)
                 self._store_offset(received)
-            if self._stopped:
+            if self._stopping:
                 return  # the others come again
 
     def _store_offset(self, received: Received) -> None:
@@ -546,6 +547,14 @@ def aside(topic: str, config: Mapping[str, Any], kind: Literal["retry", "dead"])
     if len(name) > 249 or re.search(r"[^a-zA-Z0-9._-]", name):
         raise ValueError(f"{name!r} cannot be the name of a topic: choose another group.id")
     return name
+
+
+def _reach(client: Client | Producer, servers: str) -> None:
+    """Ask a broker for an answer. Raises ``ConnectionError``, which names ``servers``, if none comes soon."""
+    try:
+        client.list_topics("", timeout=CONNECT_TIMEOUT)
+    except KafkaException as error:
+        raise cannot_reach("Kafka", servers, error.args[0].str()) from error
 
 
 def partitions_of(client: Client | Producer, topic: str) -> list[int]:

@@ -10,11 +10,14 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from types import EllipsisType
+from urllib.parse import urlsplit
 
 from ..extras import needs
 
 with needs("nats"):
+    import nats
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.errors import Error
@@ -27,6 +30,7 @@ from ..dispatcher import AsyncDispatcher
 from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import MAX_TEXT_BYTES, Convert, Incoming, json_event
+from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
 from .settling import Settled, Settling, check_batch, expect, logger, named_in_log, undeclared
 
 __all__ = ["Consumer", "dead_stream", "replay"]
@@ -56,8 +60,10 @@ _Receive = Callable[[bytes, bytes, bytes, bytes], None]
 _Process = Callable[[int, bytes, bytes, bytes, bytes], Awaitable[None]]
 
 
-class Consumer:
+class Consumer(Runs):
     """Consumes the messages of one stream, or of one ``subject`` in it, as the durable pull consumer ``durable``.
+
+    ``connection`` is the URL of NATS, or a connection of nats-py. ``run`` opens and closes the connection to a URL.
 
     The consumer acknowledges a message after the commit, and returns a message to retry to the server with a delay. It
     publishes a rejected message to the stream of dead letters, and acknowledges it after that stream has confirmed it.
@@ -78,7 +84,7 @@ class Consumer:
 
     def __init__(
         self,
-        connection: Client,
+        connection: Client | str,
         stream: str,
         durable: str,
         dispatcher: AsyncDispatcher,
@@ -94,10 +100,11 @@ class Consumer:
         in_flight: int = 1,
         ack_wait: float = 30.0,
     ) -> None:
-        expect(Client, connection, 'connection is what `await nats.connect("nats://...")` returns')
+        expect((Client, str), connection, 'connection is a URL, or what `await nats.connect("nats://...")` returns')
         if in_flight < 1 or ack_wait <= 0:
             raise ValueError(f"in_flight is at least 1, and ack_wait above 0 seconds: {in_flight=}, {ack_wait=}")
-        self._connection, self._streams = connection, connection.jetstream()
+        self._url = connection if isinstance(connection, str) else ""
+        self._use(Client() if isinstance(connection, str) else connection)
         self._settling = Settling(
             dispatcher,
             convert,
@@ -113,27 +120,56 @@ class Consumer:
         check_batch(batch, batch_wait)
         self._batch, self._batch_wait = batch, max(batch_wait, _AT_ONCE)
         self._in_flight, self._ack_wait = in_flight, ack_wait
-        self._stopping = False
+
+    def _use(self, connection: Client) -> None:
+        self._connection, self._streams = connection, connection.jetstream()
 
     async def settle_dead_letters(self, decide: Decide) -> Sifted:
         """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when."""
         return await _sift(self._connection, self._stream, self._durable, self._settling.judge(decide))
 
     async def run(self) -> None:
-        """Consume until ``stop`` is called. Raises the errors of ``open``, and those of a failed connection."""
-        await self.open()
-        pull = Pull(self._connection, self._stream, self._durable)
-        await pull.open()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self._in_flight):
-                    group.create_task(self._consume(pull))
-        finally:
-            await pull.unsubscribe()
+        """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.
 
-    def stop(self, *_: object) -> None:
-        """Make ``run`` return after the current messages are settled. A signal handler may call this."""
-        self._stopping = True
+        Raises ``ConnectionError`` if NATS cannot be reached, the errors of ``open``, and those of a failed connection.
+        """
+        with draining(partial(asyncio.get_running_loop().call_soon_threadsafe, self.stop)):
+            async with self._connected():
+                await self.open()
+                pull = Pull(self._connection, self._stream, self._durable)
+                await pull.open()
+                at = self._connection.connected_url
+                self._log_start(f"stream {self._stream} of NATS at {at and at.netloc.rpartition('@')[2]}")
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for _ in range(self._in_flight):
+                            group.create_task(self._consume(pull))
+                finally:
+                    await pull.unsubscribe()
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[None]:
+        """Connect to the URL, if the consumer has one, during the block. nats-py itself tries for two minutes."""
+        if not self._url:
+            yield
+            return
+        failed: list[Exception] = []
+        connected = False
+
+        async def note(error: Exception) -> None:
+            failed.append(error)
+            if connected:
+                logger.warning("NATS: %s; the consumer continues", str(error) or type(error).__name__)
+
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                self._use(await nats.connect(self._url, error_cb=note))
+        except (OSError, Error) as error:
+            address = urlsplit(self._url).netloc.rpartition("@")[2]
+            raise cannot_reach("NATS", address, failed[-1] if failed else error) from error
+        connected = True
+        async with self._connection:
+            yield
 
     async def open(self) -> None:
         """Create the durable consumer and the stream of dead letters if they are missing.

@@ -13,7 +13,7 @@ with needs("pika"):
     from pika import BasicProperties, BlockingConnection
     from pika.adapters.blocking_connection import BlockingChannel
     from pika.connection import Parameters
-    from pika.exceptions import ChannelClosedByBroker, StreamLostError
+    from pika.exceptions import AMQPConnectionError, ChannelClosedByBroker, StreamLostError
 
 from ..dispatcher import Dispatcher
 from ..message import printable
@@ -33,6 +33,7 @@ from .rabbitmq import (
     queue_after,
     queues_beside,
 )
+from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
 from .settling import Settled, expect, filled
 
 __all__ = ["Consumer", "replay"]
@@ -48,7 +49,7 @@ _LOST = (
 )
 
 
-class Consumer:
+class Consumer(Runs):
     """Delivers the messages of a durable queue to a dispatcher, one after the other or in batches.
 
     The consumer acknowledges a message that is applied or is a duplicate. A message to retry waits in one of the queues
@@ -92,11 +93,6 @@ class Consumer:
             max_delay=max_delay,
         )
         self._parameters, self._queue = parameters, queue
-        self._stopping = False
-
-    def stop(self, *_: object) -> None:
-        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
-        self._stopping = True
 
     def settle_dead_letters(self, decide: Decide) -> Sifted:
         """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when, and the errors.
@@ -106,14 +102,20 @@ class Consumer:
         return _sift(self._parameters, self._queue, self._settling.judge(decide))
 
     def run(self) -> None:
-        """Consume until ``stop`` is called. Raises pika's error, or ``ConnectionError``, if RabbitMQ is lost.
+        """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.
 
-        Start the process again then: RabbitMQ delivers every unacknowledged message again. If pika cannot decode a
+        Raises ``ConnectionError`` if RabbitMQ cannot be reached, and that or pika's error if it is lost. Start the
+        process again then: RabbitMQ delivers every unacknowledged message again. If pika cannot decode a
         message, it closes the connection at each delivery of that message. The error says how to find and drop it.
         """
-        with _losing(self._queue, self._prefetch), BlockingConnection(self._parameters) as connection:
+        with (
+            draining(self.stop),
+            _losing(self._queue, self._prefetch),
+            _connected(self._parameters) as connection,
+        ):
             channel = _open(connection, self._queue)
             channel.basic_qos(prefetch_count=self._prefetch)
+            self._log_start(f"queue {self._queue} of RabbitMQ at {_address(self._parameters)}")
             while not self._stopping:
                 found = self._received(channel, self._batch, _LOOKS_UP_EVERY)
                 if messages := filled(found, self._batch, self._batch_wait, partial(self._received, channel)):
@@ -161,7 +163,7 @@ def replay(parameters: Parameters, queue: str) -> int:
 def _sift(parameters: Parameters, queue: str, judge: Judge) -> Sifted:
     """Settle the present dead letters. RabbitMQ puts those that are kept back into their places."""
     expect(Parameters, parameters, _PARAMETERS)
-    with _losing(dead_letters(queue), 1), BlockingConnection(parameters) as connection:
+    with _losing(dead_letters(queue), 1), _connected(parameters) as connection:
         channel, settled = _open(connection, queue), 0
         waiting = channel.queue_declare(dead_letters(queue), passive=True).method.message_count
         for _ in range(waiting):
@@ -174,6 +176,22 @@ def _sift(parameters: Parameters, queue: str, judge: Judge) -> Sifted:
                 channel.basic_ack(method.delivery_tag)
                 settled += 1
         return Sifted(int(waiting), settled)
+
+
+def _address(parameters: Parameters) -> str:
+    return f"{parameters.host}:{parameters.port}"
+
+
+def _connected(parameters: Parameters) -> BlockingConnection:
+    """Return a connection to RabbitMQ. Raises ``ConnectionError``, which names the address, if there is none soon."""
+    soon = copy.copy(parameters)  # None is no limit
+    soon.socket_timeout = min(parameters.socket_timeout or CONNECT_TIMEOUT, CONNECT_TIMEOUT)
+    soon.stack_timeout = min(parameters.stack_timeout or CONNECT_TIMEOUT, CONNECT_TIMEOUT)
+    try:
+        return BlockingConnection(soon)
+    except (AMQPConnectionError, OSError) as error:
+        why = str(error) or ", ".join(map(repr, error.args))  # the arguments of pika's have no text, but say why
+        raise cannot_reach("RabbitMQ", _address(parameters), why) from error
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from ..extras import needs
 
 with needs("pubsub"):
-    from google.api_core.exceptions import DeadlineExceeded, InvalidArgument
+    from google.api_core.exceptions import DeadlineExceeded, InvalidArgument, ServiceUnavailable
     from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
     from google.pubsub_v1 import PublisherClient as _Service
 
@@ -21,6 +21,7 @@ from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each, sift_older
 from .incoming import Convert, Incoming, json_event
+from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
 from .settling import Settled, Settling, check_batch, deliver_in_groups, expect
 
 __all__ = ["Consumer", "replay"]
@@ -35,7 +36,7 @@ _SUBSCRIBER = "subscriber is a google.cloud.pubsub_v1.SubscriberClient"
 _PUBLISHER = "publisher is a google.cloud.pubsub_v1.PublisherClient"
 
 
-class Consumer:
+class Consumer(Runs):
     """Consumes a subscription of Google Cloud Pub/Sub, in batches.
 
     ``subscription`` is its full name, ``projects/PROJECT/subscriptions/NAME``. The consumer acknowledges a message
@@ -86,19 +87,21 @@ class Consumer:
             max_delay=max_delay,
             broker="pubsub",
         )
-        self._stopping = False
 
     def run(self) -> None:
-        """Consume until ``stop`` is called.
+        """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.
 
-        Raises the error of the client if Pub/Sub fails. Raises ``RefusedError`` if the subscription has no dead-letter
-        policy: there is no topic for rejected messages then, and Pub/Sub does not count deliveries.
+        Raises ``ConnectionError`` if Pub/Sub cannot be reached, and the error of the client if it fails later. Raises
+        ``RefusedError`` if the subscription has no dead-letter policy: there is no topic for rejected messages then,
+        and Pub/Sub does not count deliveries.
         """
-        found, dead = self._opened()
-        while not self._stopping:
-            received = _pull(self._subscriber, self._name, self._batch)
-            for each, settled in zip(received, self._deliver(received, found.enable_message_ordering), strict=True):
-                self._settle(each, settled, dead)
+        with draining(self.stop):
+            found, dead = self._opened()
+            self._log_start(f"{self._name} of Pub/Sub at {self._subscriber.transport.host}")
+            while not self._stopping:
+                received = _pull(self._subscriber, self._name, self._batch)
+                for each, settled in zip(received, self._deliver(received, found.enable_message_ordering), strict=True):
+                    self._settle(each, settled, dead)
 
     def settle_dead_letters(self, decide: Decide) -> Sifted:
         """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when.
@@ -117,18 +120,18 @@ class Consumer:
         return _sift(self._subscriber, self._publisher, self._name, found[0], self._settling.judge(decide))
 
     def _opened(self) -> tuple[Any, str]:
-        """Return the subscription, and the name of its dead-letter topic."""
-        found = self._subscriber.get_subscription(request={"subscription": self._name})
+        """Return the subscription, and the name of its dead-letter topic. Raises ``ConnectionError``."""
+        request = {"subscription": self._name}
+        try:
+            found = self._subscriber.get_subscription(request=request, timeout=CONNECT_TIMEOUT, retry=None)
+        except (ServiceUnavailable, DeadlineExceeded) as error:
+            raise cannot_reach("Pub/Sub", self._subscriber.transport.host, error) from error
         if not (dead := found.dead_letter_policy.dead_letter_topic):
             raise RefusedError(
                 f"the subscription {self._name} has no dead-letter policy, so there is no topic for rejected messages: "
                 "give it a dead-letter policy that names a topic"
             )
         return found, dead
-
-    def stop(self, *_: object) -> None:
-        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
-        self._stopping = True
 
     def _deliver(self, received: Sequence[Any], ordered: bool) -> Sequence[Settled | None]:
         incoming = [_incoming(each, self._name) for each in received]

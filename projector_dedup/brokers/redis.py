@@ -23,6 +23,7 @@ from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, Incoming, json_event
+from .running import Runs, cannot_reach, draining, try_address
 from .settling import Settled, Settling, check_batch, expect, filled, logger
 
 __all__ = ["Consumer", "dead_stream", "replay"]
@@ -53,7 +54,7 @@ class _Due:
     idle: int
 
 
-class Consumer:
+class Consumer(Runs):
     """Consumes the entries of ``stream`` as a member of ``group``, one after the other or in batches.
 
     The consumer acknowledges an entry after the commit. An entry to retry stays pending until its delay ends. The
@@ -122,34 +123,40 @@ class Consumer:
         self._batch, self._batch_wait = batch, batch_wait
         self._member = f"{socket.gethostname()}-{os.getpid()}"
         self._looked = float("-inf")
-        self._stopping = False
 
     def settle_dead_letters(self, decide: Decide) -> Sifted:
         """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when."""
         return _sift(self._client, self._stream, self._group, self._settling.judge(decide))
 
     def run(self) -> None:
-        """Consume until ``stop`` is called. Raises the error of redis-py if Redis fails."""
-        self._open()
-        while not self._stopping:
-            again = self._again()
-            while entries := [*itertools.islice(again, self._batch)]:
-                self._settle(entries)
-            found = self._new(self._batch, round(_POLL * 1000))
-            if entries := filled(found, self._batch, self._batch_wait, self._new):
-                self._settle(entries)
+        """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.
 
-    def stop(self, *_: object) -> None:
-        """Make ``run`` return after the current entries are settled. Any thread or signal handler may call this."""
-        self._stopping = True
+        Raises ``ConnectionError`` if Redis cannot be reached, and the error of redis-py if it fails later.
+        """
+        with draining(self.stop):
+            self._open()
+            while not self._stopping:
+                again = self._again()
+                while entries := [*itertools.islice(again, self._batch)]:
+                    self._settle(entries)
+                found = self._new(self._batch, round(_POLL * 1000))
+                if entries := filled(found, self._batch, self._batch_wait, self._new):
+                    self._settle(entries)
 
     def _open(self) -> None:
         """Create the group if it is missing; it then starts at the first entry of the stream."""
+        given: dict[str, Any] = self._client.get_connection_kwargs()
+        address = f"{given['host']}:{given['port']}" if "host" in given else given.get("path", "its nodes")
+        if "host" in given:
+            try_address("Redis", given["host"], int(given["port"]))
         try:
             self._client.xgroup_create(self._stream, self._group, id="0", mkstream=True)
         except redis.ResponseError:
             if all(each["name"] != self._group.encode() for each in self._client.xinfo_groups(self._stream)):
                 raise
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            raise cannot_reach("Redis", address, error) from error
+        self._log_start(f"stream {self._stream} of Redis at {address} as group {self._group}")
 
     def _new(self, most: int, wait: int | None = None) -> list[_Entry]:
         """Return up to ``most`` entries that no member of the group has read; wait ``wait`` milliseconds for one."""

@@ -150,6 +150,12 @@ class Settling:
         within = [each for each in delays if each <= max_delay] or delays[:1]
         self._max_delay = max(within, default=max_delay)
 
+    @property
+    def dispatcher(self) -> Dispatcher | AsyncDispatcher:
+        """The dispatcher that gets the messages."""
+        found: Dispatcher | AsyncDispatcher = self._dispatcher
+        return found
+
     def deliver(self, incoming: Incoming) -> Settled:
         """Deliver one message. Never raises an ``Exception``: the result and the log contain every error."""
         event: object = _UNREAD

@@ -12,17 +12,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from ..extras import needs
 
 with needs("sqs"):
     from botocore.client import BaseClient
-    from botocore.exceptions import ClientError
+    from botocore.exceptions import BotoCoreError, ClientError
 
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each, sift_older
 from .incoming import Convert, Incoming, json_event
+from .running import Runs, cannot_reach, draining, try_address
 from .settling import Settled, Settling, check_batch, deliver_in_groups, expect, filled, logger
 
 __all__ = ["Consumer", "lambda_handler", "replay"]
@@ -37,7 +40,7 @@ _Message = Mapping[str, Any]
 """A message as ``receive_message`` returns it."""
 
 
-class Consumer:
+class Consumer(Runs):
     """Consumes a queue of Amazon SQS, standard or FIFO, in batches.
 
     The consumer deletes a message after the commit. To retry a message after a delay, it changes the visibility
@@ -86,7 +89,6 @@ class Consumer:
             max_delay=max_delay,
             broker="sqs",
         )
-        self._stopping = False
 
     def settle_dead_letters(self, decide: Decide) -> Sifted:
         """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when.
@@ -97,21 +99,31 @@ class Consumer:
         return _sift(self._client, self._url, self._settling.judge(decide))
 
     def run(self) -> None:
-        """Consume until ``stop`` is called.
+        """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.
 
-        Raises the error of boto3 if SQS fails. Raises ``RefusedError`` if the queue has no redrive policy, because
-        there is no queue for rejected messages then.
+        Raises ``ConnectionError`` if SQS cannot be reached, and the error of boto3 if it fails later. Raises
+        ``RefusedError`` if the queue has no redrive policy, because there is no queue for rejected messages then.
         """
-        queue = _Queue(self._client, self._url, self._settling)
-        while not self._stopping:
-            found = _receive(self._client, self._url, _POLL, self._batch)
-            if messages := filled(found, self._batch, self._batch_wait, partial(_receive, self._client, self._url, 0)):
-                done, _ = queue.settle(messages)
-                _delete(self._client, self._url, done)
+        with draining(self.stop):
+            queue = self._open()
+            while not self._stopping:
+                found = _receive(self._client, self._url, _POLL, self._batch)
+                more = partial(_receive, self._client, self._url, 0)
+                if messages := filled(found, self._batch, self._batch_wait, more):
+                    done, _ = queue.settle(messages)
+                    _delete(self._client, self._url, done)
 
-    def stop(self, *_: object) -> None:
-        """Make ``run`` return after the current messages are settled. Any thread or signal handler may call this."""
-        self._stopping = True
+    def _open(self) -> _Queue:
+        endpoint = urlsplit(self._client.meta.endpoint_url)
+        host, port = str(endpoint.hostname), endpoint.port or (80 if endpoint.scheme == "http" else 443)
+        if not (self._client.meta.config.proxies or getproxies()):  # a proxy would connect in place of the client
+            try_address("SQS", host, port)
+        try:
+            queue = _Queue(self._client, self._url, self._settling)
+        except BotoCoreError as error:
+            raise cannot_reach("SQS", f"{host}:{port}", error) from error
+        self._log_start(f"queue {_name(self._url)} of SQS at {host}:{port}")
+        return queue
 
 
 def lambda_handler(

@@ -25,8 +25,8 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         'client is a redis.Redis, as in redis.Redis.from_url("redis://..."), not redis.asyncio.client.Redis',
     ),
     "nats": (
-        lambda: of_nats.Consumer("nats://n", "s", "d", ANY),  # type: ignore[arg-type]
-        'connection is what `await nats.connect("nats://...")` returns, not str',
+        lambda: of_nats.Consumer(b"nats://n", "s", "d", ANY),  # type: ignore[arg-type]
+        'connection is a URL, or what `await nats.connect("nats://...")` returns, not bytes',
     ),
     "sqs": (
         lambda: of_sqs.Consumer("https://q", "https://q", ANY),

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-MISSING = [program for program in ("bash", "sed", "grep", "curl") if shutil.which(program) is None]
+MISSING = [program for program in ("bash", "sed", "grep", "curl", "pkill") if shutil.which(program) is None]
 typed_in_a_shell = pytest.mark.skipif(MISSING != [], reason=f"the pages use {', '.join(MISSING)}: not installed")
 
 
@@ -124,9 +124,9 @@ def _systemd_works(folder: Path) -> None:
     read = configparser.ConfigParser(interpolation=None)
     read.optionxform = str  # type: ignore[assignment,method-assign]  # typeshed knows a function of its own only
     read.read(unit, encoding="utf-8")
-    program, script = read["Service"]["ExecStart"].split()
+    program, _, place = read["Service"]["ExecStart"].split()
     assert Path(program).exists()
-    assert (Path(read["Service"]["WorkingDirectory"]) / script).exists()
+    assert (Path(read["Service"]["WorkingDirectory"]) / f"{place.partition(':')[0]}.py").exists()
     assert Path(read["Service"]["EnvironmentFile"]).exists()
     if verify := shutil.which("systemd-analyze"):
         run = subprocess.run([verify, "verify", unit], capture_output=True, text=True, check=False)

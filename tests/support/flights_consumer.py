@@ -4,8 +4,8 @@
 """
 
 import asyncio
+import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,82 +17,86 @@ QUEUE, STREAM = SETTINGS.get("QUEUE", ""), SETTINGS.get("STREAM", "")
 OPTIONS: dict[str, Any] = {"max_delay": MAX_DELAY}
 
 
-def _run(consumer: Any) -> None:
-    signal.signal(signal.SIGTERM, consumer.stop)
-    consumer.run()
-
-
-async def _run_awaited(consumer: Any) -> None:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop)
-    await consumer.run()
-
-
-def pika() -> None:
-    """Consume a queue of RabbitMQ."""
+def pika(dispatcher: Any, **options: Any) -> Any:
+    """Return a consumer of a queue of RabbitMQ."""
     from pika import URLParameters
 
     from projector_dedup.brokers.pika import Consumer
 
-    _run(Consumer(URLParameters(SETTINGS["AMQP_URL"]), QUEUE, dispatcher(), **OPTIONS))
+    return Consumer(URLParameters(SETTINGS["AMQP_URL"]), QUEUE, dispatcher, **options)
 
 
-def aio_pika() -> None:
-    """Consume a queue of RabbitMQ."""
+def aio_pika(dispatcher: Any, **options: Any) -> Any:
+    """Return a consumer of a queue of RabbitMQ."""
     from projector_dedup.brokers.aio_pika import Consumer
 
-    asyncio.run(_run_awaited(Consumer(SETTINGS["AMQP_URL"], QUEUE, async_dispatcher(), **OPTIONS)))
+    return Consumer(SETTINGS["AMQP_URL"], QUEUE, dispatcher, **options)
 
 
-def nats() -> None:
-    """Consume a stream of NATS JetStream, four messages side by side."""
-    from nats import connect
-
+def nats(dispatcher: Any, **options: Any) -> Any:
+    """Return a consumer of a stream of NATS JetStream."""
     from projector_dedup.brokers.nats import Consumer
 
-    async def main() -> None:
-        async with await connect(SETTINGS["NATS_URL"]) as connection:
-            options = {"in_flight": 4, "ack_wait": 10, **OPTIONS}
-            await _run_awaited(Consumer(connection, STREAM, "airlines", async_dispatcher(), **options))
-
-    asyncio.run(main())
+    return Consumer(SETTINGS["NATS_URL"], STREAM, "airlines", dispatcher, **options)
 
 
-def redis() -> None:
-    """Consume a stream of Redis."""
+def redis(dispatcher: Any, **options: Any) -> Any:
+    """Return a consumer of a stream of Redis."""
     from redis import Redis
 
     from projector_dedup.brokers.redis import Consumer
 
-    client = Redis.from_url(SETTINGS["REDIS_URL"])
-    _run(Consumer(client, STREAM, "airlines", dispatcher(), abandoned_after=10, **OPTIONS))
+    return Consumer(Redis.from_url(SETTINGS["REDIS_URL"]), STREAM, "airlines", dispatcher, **options)
 
 
-def kafka() -> None:
-    """Consume a topic of Kafka."""
-    import json
-
+def kafka(dispatcher: Any, **options: Any) -> Any:
+    """Return a consumer of a topic of Kafka."""
     from projector_dedup.brokers.kafka import Consumer
 
-    _run(Consumer(json.loads(SETTINGS["KAFKA"]), [SETTINGS["TOPIC"]], dispatcher(), **OPTIONS))
+    return Consumer(json.loads(SETTINGS["KAFKA"]), [SETTINGS["TOPIC"]], dispatcher, **options)
 
 
-def sqs() -> None:
-    """Consume a queue of Amazon SQS."""
+def sqs(dispatcher: Any, **options: Any) -> Any:
+    """Return a consumer of a queue of Amazon SQS."""
     from boto3 import client
 
     from projector_dedup.brokers.sqs import Consumer
 
-    _run(Consumer(client("sqs"), SETTINGS["QUEUE_URL"], dispatcher(), max_delay=MAX_DELAY))
+    return Consumer(client("sqs"), SETTINGS["QUEUE_URL"], dispatcher, **options)
 
 
-def pubsub() -> None:
-    """Consume a subscription of Google Cloud Pub/Sub."""
+def pubsub(dispatcher: Any, **options: Any) -> Any:
+    """Return a consumer of a subscription of Google Cloud Pub/Sub."""
     from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 
     from projector_dedup.brokers.pubsub import Consumer
 
-    clients = SubscriberClient(), PublisherClient()
-    _run(Consumer(*clients, SETTINGS["SUBSCRIPTION"], dispatcher(), max_delay=MAX_DELAY))
+    return Consumer(SubscriberClient(), PublisherClient(), SETTINGS["SUBSCRIPTION"], dispatcher, **options)
+
+
+OURS: Mapping[str, Callable[..., Any]] = {
+    "pika": pika,
+    "aio-pika": aio_pika,
+    "nats": nats,
+    "redis": redis,
+    "kafka": kafka,
+    "sqs": sqs,
+    "sqs-fifo": sqs,
+    "pubsub": pubsub,
+}
+"""By the name of its client, a function that makes a consumer of the queue that the environment names."""
+AWAITED = ("aio-pika", "nats")
+"""The clients whose consumers take an ``AsyncDispatcher``."""
+MORE: Mapping[str, Mapping[str, Any]] = {"nats": {"in_flight": 4, "ack_wait": 10}, "redis": {"abandoned_after": 10}}
+"""Further arguments, by client."""
+
+
+def run(consumer: Any) -> None:
+    """Run a consumer in this thread."""
+    if asyncio.iscoroutinefunction(consumer.run):
+        asyncio.run(consumer.run())
+    else:
+        consumer.run()
 
 
 def celery() -> None:
@@ -132,15 +136,7 @@ def faststream_nats(batch: Any = None) -> None:
     asyncio.run(FastStream(broker).run())
 
 
-CONSUMERS: Mapping[str, Callable[[], None]] = {
-    "pika": pika,
-    "aio-pika": aio_pika,
-    "nats": nats,
-    "redis": redis,
-    "kafka": kafka,
-    "sqs": sqs,
-    "sqs-fifo": sqs,
-    "pubsub": pubsub,
+OTHERS: Mapping[str, Callable[[], None]] = {
     "celery": celery,
     "faststream-rabbit": faststream_rabbit,
     "faststream-nats": faststream_nats,
@@ -149,7 +145,10 @@ CONSUMERS: Mapping[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     client = sys.argv[1]
-    if client not in CONSUMERS:
-        client = client.removesuffix("-batches")
-        OPTIONS["batch"] = 20
-    CONSUMERS[client]()
+    if client in OTHERS:
+        OTHERS[client]()
+    else:
+        name = client.removesuffix("-batches")
+        made = async_dispatcher() if name in AWAITED else dispatcher()
+        batch = {} if name == client else {"batch": 20}
+        run(OURS[name](made, **OPTIONS, **MORE.get(name, {}), **batch))
