@@ -359,7 +359,7 @@ def _sift(
         settled, kept = 0, set[int]()
         for message in _until_the_end(client, places):
             received = Received(message, copied=True)
-            fate = judge(received.incoming(id_header), received.reason, received.attempt)
+            fate = judge(received.incoming(id_header, topic), received.reason, received.attempt)
             if fate == "stop":
                 break
             if fate == "keep":
