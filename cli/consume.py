@@ -23,7 +23,7 @@ from projector_dedup.message import traced
 
 from .consumer_named import Misnamed, consumer_named
 from .options import EXIT_CODES, WholeNumber, debug_option
-from .output import Failed, fitted, noted, one_line, reason, without_secrets
+from .output import fitted, noted, one_line, reason, without_secrets
 
 _INSTEAD = {
     "celery": "run it with `celery --app MODULE worker`",
@@ -71,8 +71,9 @@ def consume(consumer: str, processes: int, debug: bool) -> None:
         finally:  # of an error, or the third signal
             for worker in workers:
                 worker.kill()
-        if failed := [worker.end() for worker in workers if worker.code not in _ENDED_BY_US]:
-            raise Failed("; ".join(failed))
+        for worker in workers:
+            if worker.code not in _ENDED_BY_US:  # the broker delivers its messages again
+                click.echo(fitted(worker.end(), sys.stderr), err=True)
 
 
 def _keep_running(workers: list[_Worker], interrupted: Callable[[], bool]) -> None:
