@@ -18,7 +18,7 @@ _QUIET = 5.0  # seconds without an older dead letter, after which `sift_older` e
 _HELD = 600  # seconds for which it holds a letter back that stays: otherwise the broker would send it again
 
 Fate = Literal["keep", "replay", "drop", "stop"]
-"""What becomes of a dead letter. ``"stop"`` keeps it and all dead letters behind it."""
+"""The decision about a dead letter. ``"stop"`` keeps it and all dead letters behind it."""
 
 
 @dataclass(frozen=True)
