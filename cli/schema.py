@@ -8,7 +8,7 @@ from projector_dedup.maintenance.schema import ddl, upgrade_ddl
 from projector_dedup.tables import DedupTables
 
 from .options import EXIT_CODES, debug_option, table_options
-from .output import Failed, one_line
+from .output import one_line
 
 
 @click.command(epilog=EXIT_CODES)
@@ -37,6 +37,4 @@ def schema(dialect: str, upgrade: bool, tables: DedupTables, debug: bool) -> Non
     """
     with one_line(debug=debug):
         sql = upgrade_ddl(dialect, tables) if upgrade else ddl(dialect, tables)
-        if not sql:
-            raise Failed(f"the tables of {tables.subject} are the same as in the version before")
         click.echo(f"-- for {dialect} (--dialect names another database: mariadb, mysql or sqlite)\n{sql}", nl=False)

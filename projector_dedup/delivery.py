@@ -141,6 +141,7 @@ class Chunk:
         self._handler = handler
         self._originals = originals
         self._new: list[int] = []  # indexes of the new messages
+        self._compared = False  # True: the claim has written digests
 
     def claim(self, uow: UnitOfWork) -> bool:
         """Begin the transaction, with a claim if the handler is idempotent. Return True if any message is new.
@@ -214,7 +215,7 @@ class Chunk:
 
     def _claim(self, uow: UnitOfWork) -> list[int]:
         """Return the indexes of the new messages. A handler without ``idempotent=True`` gets all messages."""
-        handler = self._handler
+        handler, bodies = self._handler, uow.bodies
         if not handler.idempotent:
             uow.begin()
             return list(range(len(self.messages)))

@@ -164,17 +164,16 @@ def ddl(database: str, tables: DedupTables = default_tables) -> str:
 
 
 def upgrade_ddl(database: str, tables: DedupTables = default_tables) -> str:
-    """Return the SQL that brings tables of the version before to this version, or "" if there was none before.
-
-    Raises like ``ddl``.
-    """
+    """Return the SQL that changes tables of the version before into those of this one. Raises like ``ddl``."""
     dialect, marker, state = _printing(database), tables.marker, tables.state
     name = dialect.identifier_preparer.format_table(marker)
     new = [column for column in marker.columns if column.info.get(SINCE) == tables.version]
+    if not new:
+        return f"-- the tables of {tables.subject} are the same as in the version before\n"
     version = update(state).where(state.c.key == SCHEMA_VERSION).values(value=str(tables.version))
     statements = [
         *(f"ALTER TABLE {name} ADD COLUMN {CreateColumn(column).compile(dialect=dialect)}" for column in new),
-        *([version.compile(dialect=dialect, compile_kwargs={"literal_binds": True})] if new else []),
+        version.compile(dialect=dialect, compile_kwargs={"literal_binds": True}),
     ]
     return "\n".join(f"{str(statement).strip()};\n" for statement in statements)
 

@@ -125,7 +125,7 @@ def test_show_prints_a_line_for_each_handler(engine: Engine) -> None:
     digests = [hashlib.sha256(b"{}").hexdigest()[:12], "-"]  # as sha256sum prints it
     for row, name, digest in zip(rows, [r"a\t.add", "b.add"], digests, strict=True):
         assert row.startswith(f"{name} ")
-        assert row.endswith(f" {digest}")
+        assert row.split()[-1] == digest
         assert all(moment in row for moment in moments)
 
 
