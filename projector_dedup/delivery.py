@@ -165,7 +165,7 @@ class Chunk:
             self.outcomes[index] = Outcome.APPLIED
         if moment is not None:
             self._refuse_late(moment, skip=uow.lateness is not None and uow.lateness.skip)
-        self.others = {} if uow.other_body == "ignore" else self._other_bodies(uow.others)
+        self.others = self._other_bodies(uow.others) if self._compared else {}
         if self.others and uow.other_body == "reject":
             self.at = min(self.others)
             raise OtherBodyError(
@@ -215,14 +215,15 @@ class Chunk:
 
     def _claim(self, uow: UnitOfWork) -> list[int]:
         """Return the indexes of the new messages. A handler without ``idempotent=True`` gets all messages."""
-        handler, bodies = self._handler, uow.bodies
+        handler = self._handler
         if not handler.idempotent:
             uow.begin()
             return list(range(len(self.messages)))
-        digests = uow.other_body != "ignore"
+        given = any(each.digest is not None for each in self.messages)
+        compared = self._compared = given and uow.other_body != "ignore"
         keys = [
             valid_key(
-                stored_id(each.id, each.source), handler.identity, each.occurred_at, each.digest if digests else None
+                stored_id(each.id, each.source), handler.identity, each.occurred_at, each.digest if compared else None
             )
             for each in self.messages
         ]

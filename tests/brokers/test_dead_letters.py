@@ -3,9 +3,11 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +18,7 @@ from projector_dedup.cli.main import main
 
 import payments
 from adapters import CLIENTS, KAFKA, Adapter, Nats, adapter
+from command import on_a_terminal
 from consumer_rig import Sent
 from databases import Database
 from kafka_cluster import KafkaCluster, kafka_cluster
@@ -146,6 +149,33 @@ def test_nothing_is_replayed_or_dropped_without_a_yes(consumer: Adapter) -> None
     for command in (["show", "p9"], ["drop", "p9", "--yes"]):
         assert (dead(*command).exit_code, "no dead letter of message p9" in dead(*command).stderr) == (1, True)
     assert len(consumer.queue.dead()) == 4
+
+
+SHOP = """
+import os, pika, payments
+from projector_dedup.brokers.pika import Consumer
+from sqlalchemy import create_engine
+
+dispatcher = payments.dispatcher(create_engine(os.environ["DATABASE_URL"]))
+consumer = Consumer(pika.URLParameters(os.environ["AMQP_URL"]), os.environ["QUEUE"], dispatcher)
+"""
+
+
+@of("pika")
+def test_a_question_comes_first_on_a_terminal(consumer: Adapter, tmp_path: Path) -> None:
+    """It says how many there are; after a no everything is in its place."""
+    poison(consumer)
+    (tmp_path / "shop.py").write_text(SHOP)
+    url = consumer.database.url().render_as_string(hide_password=False)
+    environment = {**consumer.settings, "DATABASE_URL": url}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command = ("dead", "shop:consumer")
+    code, seen = on_a_terminal(*command, "replay", types="n\n", **environment)
+    assert (code, "Replay 4 dead letters of shop:consumer?" in seen, "nothing was replayed" in seen) == (1, True, True)
+    code, seen = on_a_terminal(*command, "drop", "p2", types="n\n", **environment)
+    assert (code, "nothing was dropped" in seen, len(consumer.queue.dead())) == (1, True, 4)
+    code, seen = on_a_terminal(*command, "drop", "p2", types="y\n", **environment)
+    assert (code, "Dropped 1 dead letters of message p2." in seen, len(consumer.queue.dead())) == (0, True, 3)
 
 
 def test_kafka_replays_no_letter_behind_another_that_is_kept(postgresql: Database, cluster: KafkaCluster) -> None:
