@@ -101,7 +101,7 @@ def test_a_signal_lets_the_current_message_be_settled(consumer: Adapter, tmp_pat
     wait_for(lambda: consumer.queue.left() == 1, "the second payment only")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("consumer", "number", "processes"),
     [("pika", signal.SIGTERM, 2), ("aio-pika", signal.SIGINT, 1)],
@@ -114,14 +114,14 @@ def test_the_command_starts_killed_workers_again_and_drains_them(
     place = f"consuming:{consumer.client.replace('-', '_')}"
     command = IDEMPOTENCY, "consume", place, "--processes", str(processes)
     with contextlib.closing(Process(consumer, tmp_path, *command)) as process:
-        wait_for(lambda: len(process.workers()) == processes, "the workers", 100)
+        wait_for(lambda: len(process.workers()) == processes, "the workers", 200)
         killed = set(process.workers())
         assert len(killed) == processes
         consumer.pay((1, "held"))
         with process.held():
             for worker in killed:
                 os.kill(worker, signal.SIGKILL)
-        wait_for(lambda: len(process.workers()) == 2 * processes, "the workers that take their places", 100)
+        wait_for(lambda: len(process.workers()) == 2 * processes, "the workers that take their places", 200)
         with process.held():
             process.signal(number)
         assert process.end() == 0, process.log
@@ -132,7 +132,7 @@ def test_the_command_starts_killed_workers_again_and_drains_them(
     assert consumer.queue.left() == 0
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("place", "said"),
     [
@@ -182,7 +182,7 @@ def test_a_broker_that_cannot_be_reached_is_named(client: str, monkeypatch: pyte
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("consumer", ["pika"], indirect=True)
 def test_the_command_tries_again_to_reach_a_broker(
     consumer: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,7 +191,7 @@ def test_the_command_tries_again_to_reach_a_broker(
     monkeypatch.setattr(type(consumer), "settings", NOWHERE)
     command = IDEMPOTENCY, "consume", "consuming:pika"
     with contextlib.closing(Process(consumer, tmp_path, *command)) as process:
-        wait_for(lambda: process.log.count("\n") == 2, "two attempts", 100)
+        wait_for(lambda: process.log.count("\n") == 2, "two attempts", 200)
         process.signal(signal.SIGTERM)
         assert process.end() == 0
     lines = process.log.splitlines()
