@@ -126,7 +126,8 @@ class Consumer(Runs):
 
     async def settle_dead_letters(self, decide: Decide) -> Sifted:
         """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when."""
-        return await _sift(self._connection, self._stream, self._durable, self._settling.judge(decide))
+        async with self._connected():
+            return await _sift(self._connection, self._stream, self._durable, self._settling.judge(decide))
 
     async def run(self) -> None:
         """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.
