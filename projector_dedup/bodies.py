@@ -1,4 +1,4 @@
-"""Tell a duplicate from another message with the same id: by a digest of the body's bytes, which the marker stores.
+"""Detect two messages with the same id: the marker stores a digest of the body's bytes, and a duplicate compares it.
 
 A marker without a digest compares with nothing. Tables of the version before have no column for it: each claim with a
 digest fails there, and the delivery runs again without one.

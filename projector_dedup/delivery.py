@@ -186,7 +186,7 @@ class Chunk:
         return found
 
     def _other(self, index: int) -> str:
-        """Return what is told about a duplicate with another body. The digests are shortened."""
+        """Return the text about a duplicate with another body, with the first digits of both digests."""
         message = self.messages[index]
         own, applied = ((digest or b"").hex()[:SHOWN] for digest in (message.digest, self.others[index]))
         return (

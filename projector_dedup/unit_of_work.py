@@ -190,7 +190,7 @@ class UnitOfWork:
             new.extend(insert_markers(connection, guard.dialect, tables, keys, names, wait))
             self.claiming_digest = False
             if has_digest:
-                known = [key for message_id, key in keys.items() if message_id not in new]
+                known = [keys[message_id] for message_id in keys.keys() - {*new}]
                 self.others = other_bodies(connection, tables.marker, known, [first["handler"], *names])
             guard.claimed_several()
             if new:
@@ -211,7 +211,8 @@ class UnitOfWork:
         """Claim like ``claim``, with a ``key`` that was checked before.
 
         ``first`` runs before the claim, and gets the ``claim_timeout``. For a duplicate, ``recall`` runs as the last
-        statement, and reads the result that a command has recorded. Of a key with a digest, it reads that digest.
+        statement, and reads the result that a command has recorded. If ``key`` has a digest, the last statement reads
+        the digest of the duplicate instead.
         """
         names, tables, wait = valid_formerly(formerly), self._options.tables, self._options.claim_timeout
         has_digest = "digest" in key
