@@ -273,7 +273,6 @@ def rows_of(engine: Engine, tables: DedupTables) -> int | None:
     ("make", "column", "kinds"),
     [
         (make_tables, "digest", {"postgresql": "text", "mariadb": "BINARY(20)"}),
-        (make_tables, "digest", {"mariadb": "VARBINARY(8)"}),
         (make_command_tables, "result", {"postgresql": "text", "mariadb": "BLOB"}),  # 64 KiB less one byte
         (make_command_tables, "result", {"mariadb": "LONGTEXT"}),
         (make_command_tables, "fingerprint", {"postgresql": "varchar(16)", "mariadb": "BINARY(16)"}),
