@@ -204,6 +204,25 @@ def test_the_command_tries_again_to_reach_a_broker(
     assert "secret" not in process.log
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("consumer", ["aio-pika"], indirect=True)
+def test_a_consumer_in_a_lifespan(consumer: Adapter, tmp_path: Path) -> None:
+    """As docs/consumers/README.md shows it: uvicorn's own signal ends it, after its message is settled."""
+    page = (SUPPORT.parents[1] / "docs" / "consumers" / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"<!-- a consumer in a lifespan -->\n```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "app.py").write_text(f"import consuming\nconsumer = consuming.aio_pika\n{shown}", encoding="utf-8")
+    uvicorn = sys.executable, "-m", "uvicorn", "--app-dir", str(tmp_path), "--port", "0", "app:app"
+    consumer.pay((1, "held"))
+    with contextlib.closing(Process(consumer, tmp_path, *uvicorn)) as process:
+        with process.held():
+            process.signal(signal.SIGTERM)
+        process.end()
+        assert "Finished server process" in process.log
+        assert "Traceback" not in process.log
+    assert consumer.applied == ({"held": 1}, 1)
+    assert consumer.queue.left() == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_handler_of_an_application_is_left_alone(number: signal.Signals) -> None:
     """As uvicorn's is; that of Python is there again afterwards, and signals reach all consumers meanwhile."""
