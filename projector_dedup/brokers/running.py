@@ -24,7 +24,7 @@ Stop = Callable[[], object]
 
 
 class Runs:
-    """What the consumers of all clients have in common. The loop of ``run`` reads ``_stopping``."""
+    """The base of the consumers of all clients. The loop of ``run`` reads ``_stopping``."""
 
     _settling: Settling
     _stopping = False

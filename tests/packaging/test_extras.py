@@ -31,7 +31,10 @@ NEEDED = {  # by each module: the package that is looked for first, and the extr
     "http.starlette": ("starlette", "starlette"),
     "brokers.typed_events": ("pydantic", "events"),
 }
-NO_PACKAGE = {"brokers.dead_letters", "brokers.incoming", "brokers.rabbitmq", "brokers.settling", "http.recording"}
+NO_PACKAGE = {
+    *("brokers.dead_letters", "brokers.incoming", "brokers.rabbitmq", "brokers.running", "brokers.settling"),
+    "http.recording",
+}
 
 PROGRAM = """
 import importlib, json, sys
