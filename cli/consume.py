@@ -60,7 +60,8 @@ def consume(consumer: str, processes: int, debug: bool) -> None:
       idempotency consume payments:consumer
       idempotency consume payments:consumer --processes 4
     """
-    workers = [_Worker(consumer, number) for number in range(1, processes + 1)]
+    words = [consumer, "--debug"] if debug else [consumer]
+    workers = [_Worker(words, number) for number in range(1, processes + 1)]
     with one_line(debug=debug), noted() as interrupted:
         try:
             _keep_running(workers, interrupted)
@@ -72,7 +73,7 @@ def consume(consumer: str, processes: int, debug: bool) -> None:
             for worker in workers:
                 worker.kill()
         for worker in workers:
-            if worker.code not in _ENDED_BY_US:  # the broker delivers its messages again
+            if worker.has_failed():  # the broker delivers its messages again
                 click.echo(fitted(worker.end(), sys.stderr), err=True)
 
 
@@ -89,8 +90,8 @@ def _keep_running(workers: list[_Worker], interrupted: Callable[[], bool]) -> No
 class _Worker:
     """One process that consumes, and what the command knows of it."""
 
-    def __init__(self, consumer: str, number: int) -> None:
-        self._consumer, self._number = consumer, number
+    def __init__(self, words: list[str], number: int) -> None:
+        self._words, self._number = words, number
         self._process: subprocess.Popen[bytes] | None = None
         self._said = b""
         self._due, self._pause = 0.0, _FIRST_PAUSE
@@ -106,7 +107,7 @@ class _Worker:
                 self._start()
         elif not self.is_running():
             if self.code == _MISNAMED and not loaded:
-                raise Misnamed(self._reason())
+                raise Misnamed(self._reason() or self.end())
             if time.monotonic() - self._began >= _STEADY:
                 self._pause = _FIRST_PAUSE
             click.echo(fitted(f"{self.end()}; it is started again in {self._pause:g} s", sys.stderr), err=True)
@@ -119,7 +120,7 @@ class _Worker:
         self._line.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603  # this file, with the name that the user gave
-                [sys.executable, "-c", f"from {__name__} import work; work()", self._consumer, str(theirs.fileno())],
+                [sys.executable, "-c", f"from {__name__} import work; work()", str(theirs.fileno()), *self._words],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # the Ctrl-C of a terminal reaches this process only, which passes it on
             )
@@ -138,6 +139,10 @@ class _Worker:
             while self._process is not None and (more := self._line.recv(4096)):
                 self._said += more
         return self._said.startswith(_LOADED)
+
+    def has_failed(self) -> bool:
+        """True if the process has ended in another way than by the signal. One that had ended before was told."""
+        return self._process is not None and self.code not in _ENDED_BY_US
 
     def end(self) -> str:
         """Return in one line how the process has ended."""
@@ -165,13 +170,15 @@ class _Worker:
 
 
 def work() -> None:
-    """Run the consumer that the first argument names. The second is the number of the socket to the command."""
-    consumer, line = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    """Run a consumer. The arguments are the number of the socket to the command, the consumer, and perhaps --debug."""
+    line, consumer, debug = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], "--debug" in sys.argv[3:]
     threading.Thread(target=_end_with, args=(line,), daemon=True).start()
     try:
         if (plain := asyncio.run(_run(consumer, line))) is not None:
             plain.run()
     except Misnamed as error:
+        if debug:
+            click.echo(without_secrets(traced(error)), err=True)
         line.send(error.message.encode())
         sys.exit(_MISNAMED)
     except Exception as error:  # noqa: BLE001  # the last place to tell the command why

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from projector_dedup.brokers.running import Runs
+
 from .check import imported, importing
 from .output import Failed
 
@@ -41,7 +43,7 @@ def _check(found: object, place: str, instead: Mapping[str, str]) -> None:
     for package in (each.__module__.partition(".")[0] for each in kind.__mro__):
         if package in instead:
             raise Failed(f"{place} is an object of {package}: {instead[package]}")
-    if not kind.__module__.startswith("projector_dedup.brokers."):
+    if not isinstance(found, Runs):
         raise Failed(
             f"{place} is of type {kind.__name__}; name a consumer of projector_dedup.brokers, or a function without "
             f"arguments that returns one, as in {_EXAMPLE}"

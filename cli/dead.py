@@ -61,7 +61,7 @@ def _settle(place: str, message: str, fate: Fate) -> list[DeadLetter]:
     found: list[DeadLetter] = []
 
     def decide(letter: DeadLetter) -> Fate:
-        if letter.id != message:
+        if message not in (letter.id, printable(letter.id)):
             return "keep"
         found.append(letter)
         return fate
@@ -131,9 +131,10 @@ def list_letters(place: str, limit: int, values: bool, as_json: bool) -> None:
         return "keep" if complete else "stop"
 
     there = _sift(place, keep).there
+    hidden = complete and there is not None and there > len(found)
     if as_json:
         listed = [_as_object(each, values=values) for each in found]
-        print_json({"consumer": place, "there": there, "complete": complete, "dead_letters": listed})
+        print_json({"consumer": place, "there": there, "complete": complete and not hidden, "dead_letters": listed})
         return
     if values:
         _print(found, values=True)
@@ -152,7 +153,8 @@ def list_letters(place: str, limit: int, values: bool, as_json: bool) -> None:
             right=("deliveries",),
         )
     count = f"{len(found):,}" if complete else f"more than {limit:,}" if there is None else f"{there:,}"
-    say(f"{place}: {count} dead letters{'' if complete else '; raise --limit to list more'}.")
+    more = f" of about {there:,}; the others wait behind these, or another process reads them" if hidden else ""
+    say(f"{place}: {count} dead letters{more if complete else '; raise --limit to list more'}.")
 
 
 @dead.command(epilog=EXIT_CODES)
@@ -229,7 +231,7 @@ def _print(letters: Sequence[DeadLetter], *, values: bool) -> None:
             if value not in (None, ""):
                 text = moment_with_zone(value) if isinstance(value, datetime) else value
                 text = text if isinstance(text, str) else readable_json(text)
-                click.echo(f"{name.replace('_', ' '):<11}  {harmless(text)}")
+                click.echo(f"{name.replace('_', ' '):<11}  {harmless(text)}".replace("\n", "\n" + " " * 13))
 
 
 def _as_object(letter: DeadLetter, *, values: bool) -> dict[str, Any]:

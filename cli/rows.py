@@ -265,7 +265,7 @@ def readable(data: bytes | None) -> Any:
         return data.hex()
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second: it is nested too deeply
         return text
 
 

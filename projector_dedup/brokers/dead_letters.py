@@ -81,6 +81,7 @@ def sift_older(
     last, settled, kept, stopped = time.monotonic(), 0, list[L](), False
     try:
         while not stopped and time.monotonic() < last + _QUIET and (letters := receive()):
+            kept += letters
             for letter in letters:
                 is_old = not (stopped or is_newer(letter))
                 fate: Fate = judge(letter) if is_old else "keep"
@@ -88,13 +89,13 @@ def sift_older(
                     replay(letter)
                 if fate in ("replay", "drop"):
                     drop(letter)
+                    kept.remove(letter)
                     settled += 1
                 else:
                     delay(letter, _HELD)
-                    kept.append(letter)
                 stopped = stopped or fate == "stop"
                 last = time.monotonic() if is_old else last
-    finally:
+    finally:  # also of an interruption: no letter stays hidden
         for letter in kept:
             delay(letter, 0)
     return settled

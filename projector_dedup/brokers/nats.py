@@ -74,7 +74,8 @@ class Consumer(Runs):
     ``convert`` builds the event from an ``Incoming``. The consumer rejects a message after ``max_attempts`` deliveries;
     None sets no limit. After an error of a class in ``retry_later``, it retries a message that it would reject, up to
     that limit. ``source`` becomes a part of each message id, so that other streams or subjects may contain the same
-    ids. For a stream with several subjects, declare it, or None to take the ids as they are, or give one ``subject``.
+    ids. For a stream that lists several subjects, declare it, or None to take the ids as they are, or give one
+    ``subject``. A subject with a wildcard counts as one.
     ``max_delay`` limits the seconds before a retry. After ``ack_wait`` seconds, the server delivers the messages of a
     process that died to another one. While a handler runs, the consumer extends this time.
 
@@ -126,8 +127,8 @@ class Consumer(Runs):
 
     async def settle_dead_letters(self, decide: Decide) -> Sifted:
         """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when."""
-        async with self._connected():
-            return await _sift(self._connection, self._stream, self._durable, self._settling.judge(decide))
+        async with self._connected() as connection:
+            return await _sift(connection, self._stream, self._durable, self._settling.judge(decide))
 
     async def run(self) -> None:
         """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.
@@ -135,7 +136,8 @@ class Consumer(Runs):
         Raises ``ConnectionError`` if NATS cannot be reached, the errors of ``open``, and those of a failed connection.
         """
         with draining(partial(asyncio.get_running_loop().call_soon_threadsafe, self.stop)):
-            async with self._connected():
+            async with self._connected() as connection:
+                self._use(connection)
                 await self.open()
                 pull = Pull(self._connection, self._stream, self._durable)
                 await pull.open()
@@ -149,10 +151,10 @@ class Consumer(Runs):
                     await pull.unsubscribe()
 
     @contextlib.asynccontextmanager
-    async def _connected(self) -> AsyncIterator[None]:
-        """Connect to the URL, if the consumer has one, during the block. nats-py itself tries for two minutes."""
+    async def _connected(self) -> AsyncIterator[Client]:
+        """Yield the consumer's connection, or one to its URL, for which nats-py itself would try two minutes."""
         if not self._url:
-            yield
+            yield self._connection
             return
         failed: list[Exception] = []
         connected = False
@@ -164,13 +166,13 @@ class Consumer(Runs):
 
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                self._use(await nats.connect(self._url, error_cb=note))
+                connection = await nats.connect(self._url, error_cb=note)
         except (OSError, Error) as error:
             address = urlsplit(self._url).netloc.rpartition("@")[2]
             raise cannot_reach("NATS", address, failed[-1] if failed else error) from error
         connected = True
-        async with self._connection:
-            yield
+        async with connection:
+            yield connection
 
     async def open(self) -> None:
         """Create the durable consumer and the stream of dead letters if they are missing.

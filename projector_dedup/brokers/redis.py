@@ -146,9 +146,10 @@ class Consumer(Runs):
     def _open(self) -> None:
         """Create the group if it is missing; it then starts at the first entry of the stream."""
         given: dict[str, Any] = self._client.get_connection_kwargs()
-        address = f"{given['host']}:{given['port']}" if "host" in given else given.get("path", "its nodes")
-        if "host" in given:
-            try_address("Redis", given["host"], int(given["port"]))
+        host, port = given.get("host"), int(given.get("port", 6379))
+        address = f"{host}:{port}" if host else given.get("path", "its nodes")
+        if host:
+            try_address("Redis", host, port)
         try:
             self._client.xgroup_create(self._stream, self._group, id="0", mkstream=True)
         except redis.ResponseError:

@@ -270,3 +270,11 @@ def test_a_stream_of_another_kind_ends_the_consumer(rig: Redis) -> None:
     rig.queue.client.set(rig.queue.stream, "no stream")
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
         rig.consumer().run()
+
+
+def test_a_url_without_a_port_means_that_of_redis(factory: Any) -> None:
+    """Its client takes 6379 then."""
+    client = redis.Redis.from_url("redis://nowhere.invalid")
+    consumer = Consumer(client, "payments", "totals", payments.dispatcher(factory.kw["bind"]))
+    with pytest.raises(ConnectionError, match=r"cannot connect to Redis at nowhere\.invalid:6379"):
+        consumer.run()

@@ -139,6 +139,7 @@ def test_the_command_starts_killed_workers_again_and_drains_them(
         ("no_such_module:consumer", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("flights_consumer:consumer", "AttributeError: module 'flights_consumer' has no attribute 'consumer'"),
         ("flights_consumer:AWAITED", "flights_consumer:AWAITED is of type tuple; name a consumer of"),
+        ("projector_dedup.brokers.running:_DRAINING", "_DRAINING is of type _Draining; name a consumer of"),
         ("celery:current_app", "run it with `celery --app MODULE worker`"),
     ],
 )

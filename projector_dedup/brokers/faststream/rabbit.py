@@ -46,9 +46,9 @@ def subscribe(
 
     ``convert`` makes the event of a message; FastStream decodes nothing. ``prefetch`` messages are delivered at the
     same time. A message is rejected after ``max_attempts`` deliveries; None sets no limit. After an error of a class in
-    ``retry_later``, a message that would be rejected is retried, up to that limit. ``source`` becomes a part of each
-    message id, so that other queues may contain the same ids. It waits in the queue with the longest delay of at most
-    ``max_delay`` seconds, or else in the first one. Raises ``HandlerDefinitionError`` for a dispatcher that is not an
+    ``retry_later``, a message that would be rejected is retried, up to that limit. It waits in the queue with the
+    longest delay of at most ``max_delay`` seconds, or else in the first one. ``source`` becomes a part of each message
+    id, so that other queues may contain the same ids. Raises ``HandlerDefinitionError`` for a dispatcher that is not an
     ``AsyncDispatcher``.
     """
     prefetch = prefetch_of(prefetch, 10)
