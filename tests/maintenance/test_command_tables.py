@@ -92,7 +92,7 @@ def test_a_table_of_markers_is_no_table_of_commands(engine: Engine) -> None:
     ]
     for refused in asks:
         with pytest.raises(
-            MissingTableError, match=r"(does not have the columns|has no column fingerprint).*make_command_tables\("
+            MissingTableError, match=r"(does not have the columns|is a table of another kind).*make_command_tables\("
         ):
             refused()
 
