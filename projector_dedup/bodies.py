@@ -13,10 +13,9 @@ from typing import Any
 from sqlalchemy import BindParameter, Select, Table, bindparam, select
 from sqlalchemy.engine import Connection
 
-from .dialects import LastStatement, handler_parameters
+from .dialects import LastStatement, handler_parameters, parts
 
 SHOWN = 12  #: digits of a digest in log lines and errors
-AT_ONCE = 500  # every database accepts this many values in one IN (...)
 
 
 def other_body(marker: Table, key: Mapping[str, Any], names: Sequence[str]) -> LastStatement:
@@ -40,9 +39,9 @@ def other_bodies(
 ) -> dict[str, bytes]:
     """Return, by message id, the digest of each duplicate of ``keys`` that differs from that of its key."""
     given = {key["message_id"]: key["digest"] for key in keys if key.get("digest") is not None}
-    ids, found = list(given), dict[str, bytes]()
-    for start in range(0, len(ids), AT_ONCE):
-        asked = {"message_ids": ids[start : start + AT_ONCE], "handlers": list(names)}
+    found: dict[str, bytes] = {}
+    for ids in parts(list(given)):
+        asked = {"message_ids": ids, "handlers": list(names)}
         for message_id, digest in connection.execute(_digests(marker), asked):
             if bytes(digest) != given[message_id]:
                 found[message_id] = bytes(digest)

@@ -261,6 +261,8 @@ class Chunk:
 
     def log_settled(self, attempts: Attempts) -> None:
         """Log the outcome of each message: at DEBUG if it was applied, else at INFO. Another body is a WARNING."""
+        if not (self.others or logger.isEnabledFor(logging.INFO)):
+            return
         for index, (message, outcome) in enumerate(zip(self.messages, self.outcomes, strict=True)):
             duplicate = outcome is Outcome.DUPLICATE
             level = logging.DEBUG if outcome is Outcome.APPLIED else logging.INFO

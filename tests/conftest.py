@@ -6,6 +6,7 @@
 `engine`                 the same, as a SQLAlchemy Engine that is disposed of in the end
 `factory`                sessions on an SQLite database that has the marker table
 `pgbouncer`              starts a PgBouncer before a database
+`cluster`                a cluster of Kafka for all tests of a file
 `rig`                    a `Rig` on the test's driver
 `rig_on`, `outsides`     makes a `Rig` on a driver; the databases behind it, seen from outside
 """
@@ -43,6 +44,7 @@ from databases import (
     postgresql_server,
     sqlite_database,
 )
+from kafka_cluster import KafkaCluster, kafka_cluster
 from pgbouncer import PgBouncer
 from projector_dedup.tables import default_metadata
 from reached import PART, left_out, reached
@@ -202,6 +204,13 @@ def pgbouncer() -> Iterator[Callable[..., PgBouncer]]:
             return bouncer
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
+    """A cluster of Kafka for all tests of a file; each has topics of its own."""
+    with kafka_cluster(tmp_path_factory.mktemp("kafka")) as found:
+        yield found
 
 
 def _lent(engine: str, found: Database | str) -> Iterator[Database]:

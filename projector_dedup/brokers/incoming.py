@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -69,24 +68,6 @@ def check_convert(convert: object) -> None:
         raise ValueError("convert takes a function, such as json_event")
     if inspect.iscoroutinefunction(convert):
         raise ValueError("convert is an async def, which the consumer does not await: give a plain function")
-
-
-def with_digest(convert: Convert) -> Convert:
-    """Return ``convert`` with the digest of the body's bytes for each message that has none.
-
-    An empty body has no digest: of a tombstone, the key is the content.
-    """
-
-    def converted(incoming: Incoming) -> object:
-        event = convert(incoming)
-        if not incoming.body:
-            return event
-        message = event if isinstance(event, Message) else Message(None, event)
-        return (
-            message if message.digest is not None else replace(message, digest=hashlib.sha256(incoming.body).digest())
-        )
-
-    return converted
 
 
 def json_event(incoming: Incoming) -> Message:

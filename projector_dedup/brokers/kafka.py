@@ -24,7 +24,7 @@ from ..verdict import Action
 from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, Incoming, check_convert, json_event
 from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
-from .settling import Settled, Settling, check_batch, check_source, expect, logger, undeclared, with_source
+from .settling import Settled, Settling, check_batch, check_source, completed, expect, logger, undeclared
 
 __all__ = ["Consumer", "begin", "replay"]
 
@@ -113,7 +113,7 @@ class Consumer(Runs):
         sources = _sources(source, topics)
         self._settling = Settling(
             dispatcher,
-            with_source(convert, lambda incoming: sources[str(incoming.topic)]),
+            completed(convert, lambda incoming: sources[str(incoming.topic)]),
             max_attempts=max_attempts,
             retry_later=retry_later,
             max_delay=max_delay,

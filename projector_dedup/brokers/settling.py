@@ -39,7 +39,7 @@ from ..observer import Reason
 from ..outcome import Outcome
 from ..verdict import Action, Verdict, verdict_of
 from .dead_letters import DeadLetter, Decide, Fate, Judge
-from .incoming import Convert, Incoming, check_convert, json_event, with_digest
+from .incoming import Convert, Incoming, check_convert, json_event
 
 __all__ = ["Settled", "Settling"]
 
@@ -145,7 +145,7 @@ class Settling:
         self._asynchronous = asynchronous
         self._one_by_one = dispatcher._is_building  # what must keep its order, see `deliver_batch`
         check_source(source)
-        self._convert = with_digest(convert if source is None else with_source(convert, lambda _: source))
+        self._convert = completed(convert, lambda _: source)
         self._max_attempts, self._retry_later = max_attempts, retry_later
         within = [each for each in delays if each <= max_delay] or delays[:1]
         self._max_delay = max(within, default=max_delay)
@@ -394,14 +394,21 @@ def check_source(source: object) -> None:
         valid_source(source)
 
 
-def with_source(convert: Convert, source_of: Callable[[Incoming], str | None]) -> Convert:
-    """Return ``convert`` with a source for each message that has none: the only place where a consumer adds one."""
+def completed(convert: Convert, source_of: Callable[[Incoming], str | None]) -> Convert:
+    """Return ``convert`` with a source and with the digest of the body for each message that has none.
 
-    def converted(incoming: Incoming) -> Message:
+    Only here does a consumer add them. An empty body has no digest: of a tombstone, the key is the content.
+    """
+
+    def converted(incoming: Incoming) -> object:
         event = convert(incoming)
         message = event if isinstance(event, Message) else Message(None, event)
-        source = None if message.has_source or message.source is not None else source_of(incoming)
-        return message if source is None else replace(message, source=source)
+        lacking: dict[str, Any] = {}
+        if message.source is None and not message.has_source:
+            lacking["source"] = source_of(incoming)
+        if message.digest is None and incoming.body:
+            lacking["digest"] = hashlib.sha256(incoming.body).digest()
+        return replace(message, **lacking) if any(lacking.values()) else event
 
     return converted
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .claims import handler_parameters, key_of, marker_exists
+from .claims import handler_parameters, key_of, marker_exists, parts
 from .dialect import (
     LEVEL_OF_BEGIN,
     LEVELS,
@@ -47,6 +47,7 @@ __all__ = [
     "key_of",
     "marker_exists",
     "may_move",
+    "parts",
     "register",
     "sqlstate_of",
 ]

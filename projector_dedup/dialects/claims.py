@@ -24,6 +24,7 @@ from ..errors import OvertakenError, UnsafeSessionError
 
 Parameters = Mapping[str, Any]
 InsertT = TypeVar("InsertT", bound=Insert)
+T = TypeVar("T")
 Key = tuple[str, str]
 """The message id and the handler, which identify a marker."""
 
@@ -71,12 +72,12 @@ def look_then_insert(
             "choose READ COMMITTED or above, or deliver one message at a time"
         )
     found: set[Key] = set()
-    for part in _parts(keys):
+    for part in parts(keys):
         ids = {"message_ids": [each["message_id"] for each in part]}
         found.update((row.message_id, row.handler) for row in connection.execute(_present(marker), ids))
     new = [each for each in keys if key_of(each) not in found]
     try:
-        for part in _parts(new):
+        for part in parts(new):
             insert(part)
     except DBAPIError as error:
         if violates_unique(error):
@@ -87,7 +88,8 @@ def look_then_insert(
     return {key_of(each) for each in new}
 
 
-def _parts(keys: Sequence[Parameters]) -> Iterator[list[Parameters]]:
+def parts(keys: Sequence[T]) -> Iterator[list[T]]:
+    """Yield the keys in their order, as many at a time as one IN (...) may have."""
     for start in range(0, len(keys), _AT_ONCE):
         yield list(keys[start : start + _AT_ONCE])
 

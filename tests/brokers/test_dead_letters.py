@@ -21,7 +21,7 @@ from adapters import CLIENTS, KAFKA, Adapter, Nats, adapter
 from command import on_a_terminal
 from consumer_rig import Sent
 from databases import Database
-from kafka_cluster import KafkaCluster, kafka_cluster
+from kafka_cluster import KafkaCluster
 from payments import RULES, payment
 from projector_dedup.errors import RefusedError
 
@@ -36,13 +36,6 @@ THEIRS = tuple(each for each in CLIENTS if each not in OURS)
 GARBAGE = Sent(None, b"{")
 HASH = f"sha256:{hashlib.sha256(GARBAGE.body).hexdigest()[:16]}"
 REASON = r"ValueError: this account cannot be read\nreally"
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
-    """A cluster for all tests of this file; each has topics of its own."""
-    with kafka_cluster(tmp_path_factory.mktemp("kafka")) as found:
-        yield found
 
 
 @pytest.fixture(params=OURS)

@@ -15,7 +15,6 @@ import payments
 from adapters import BATCHED, CLIENTS, KAFKA, Adapter, adapter
 from consumer_rig import Sent, prove, wait_for
 from databases import Database
-from kafka_cluster import KafkaCluster, kafka_cluster
 from payments import NOTES, RULES, KilledError, payment
 from projector_dedup import Defer
 from projector_dedup.errors import HandlerDefinitionError
@@ -50,13 +49,6 @@ REASON = "ValueError: this account cannot be read\\nreally"
 def _turned(client: str) -> Any:
     """The batched forms run by turns."""
     return pytest.param(client, marks=pytest.mark.by_turns if client.endswith("-batches") else ())
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
-    """A cluster for all tests of this file; each has topics of its own."""
-    with kafka_cluster(tmp_path_factory.mktemp("kafka")) as found:
-        yield found
 
 
 @pytest.fixture(params=[*map(_turned, ALL)])

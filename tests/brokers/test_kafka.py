@@ -16,7 +16,7 @@ import payments
 from adapters import KAFKA, KafkaTopic, adapter
 from consumer_rig import Sent, wait_for
 from databases import Database
-from kafka_cluster import MESSAGE_TOO_LARGE, NOT_AUTHORIZED, PRODUCE, UNKNOWN_TOPIC, KafkaCluster, kafka_cluster
+from kafka_cluster import MESSAGE_TOO_LARGE, NOT_AUTHORIZED, PRODUCE, UNKNOWN_TOPIC, KafkaCluster
 from kafka_garbage import produce
 from kafka_rig import Kafka, headers_of
 from payments import RULES, payment
@@ -31,13 +31,6 @@ ONCE = pytest.mark.parametrize("batch", [1, 6])
 """One message in a transaction, or several, of both topics."""
 
 FAR = {NOT_BEFORE: "99999999999999"}  # a header by which a message waits, for some thousand years
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
-    """A cluster for all tests of this file; each has topics of its own."""
-    with kafka_cluster(tmp_path_factory.mktemp("kafka")) as found:
-        yield found
 
 
 @pytest.fixture

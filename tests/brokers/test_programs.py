@@ -18,7 +18,6 @@ from adapters import CLIENTS, KAFKA, Adapter, KafkaTopic, adapter
 from celery_rig import TASK
 from consumer_rig import Sent, wait_for
 from databases import Database
-from kafka_cluster import KafkaCluster, kafka_cluster
 from kafka_rig import Kafka
 
 ROOT = Path(__file__).parents[2]
@@ -84,13 +83,6 @@ class Program:
         for process in self._processes:
             process.kill()
             process.wait()
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
-    """A cluster for the tests of this file."""
-    with kafka_cluster(tmp_path_factory.mktemp("kafka")) as found:
-        yield found
 
 
 @pytest.fixture(params=PROGRAMS)

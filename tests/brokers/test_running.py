@@ -20,19 +20,11 @@ from adapters import KAFKA, Adapter, adapter
 from consumer_rig import wait_for
 from databases import Database
 from flights_consumer import AWAITED, OURS, run
-from kafka_cluster import KafkaCluster, kafka_cluster
 from projector_dedup.brokers.running import draining
 
 SUPPORT = Path(__file__).parents[1] / "support"
 IDEMPOTENCY = str(Path(sys.executable).with_name("idempotency"))
 SIGNALS = {client: (signal.SIGTERM, signal.SIGINT)[number % 2] for number, client in enumerate(OURS)}
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
-    """A cluster for the tests of this file."""
-    with kafka_cluster(tmp_path_factory.mktemp("kafka")) as found:
-        yield found
 
 
 @pytest.fixture(params=OURS)
