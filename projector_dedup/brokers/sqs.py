@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import EllipsisType
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -26,7 +27,17 @@ from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each, sift_older
 from .incoming import Convert, Incoming, json_event
 from .running import Runs, cannot_reach, draining, try_address
-from .settling import Settled, Settling, check_batch, deliver_in_groups, expect, filled, logger
+from .settling import (
+    Settled,
+    Settling,
+    check_batch,
+    deliver_in_groups,
+    expect,
+    filled,
+    logger,
+    named_in_log,
+    undeclared,
+)
 
 __all__ = ["Consumer", "lambda_handler", "replay"]
 
@@ -133,7 +144,7 @@ def lambda_handler(
     *,
     max_attempts: int | None = None,
     retry_later: Sequence[type[Exception]] = (),
-    source: str | None = None,
+    source: str | EllipsisType | None = ...,
     max_delay: float = 300.0,
 ) -> Callable[[Mapping[str, Any], object], dict[str, list[dict[str, str]]]]:
     """Return a handler for AWS Lambda that settles the messages of each invocation like ``Consumer``.
@@ -144,8 +155,8 @@ def lambda_handler(
 
     The handler returns ``batchItemFailures``: the messages that SQS must deliver again. Lambda deletes all others.
     **Give the event source mapping the function response type ReportBatchItemFailures.** Without it, Lambda deletes all
-    messages of the batch, and the failed messages are lost. If a function has several queues, make a handler for each,
-    with its ``source``.
+    messages of the batch, and the failed messages are lost. Without ``source=``, the handler raises ``RefusedError``
+    for the messages of a second queue.
 
     If boto3 fails, the handler raises its error. Lambda then delivers the whole batch again, and the applied messages
     are duplicates.
@@ -156,7 +167,7 @@ def lambda_handler(
         convert,
         max_attempts=max_attempts,
         retry_later=retry_later,
-        source=source,
+        source=None if source is ... else source,
         max_delay=max_delay,
         broker="sqs",
     )
@@ -166,10 +177,12 @@ def lambda_handler(
         if not event["Records"]:
             return {"batchItemFailures": []}
         messages = [_of_lambda(record) for record in event["Records"]]
-        source: str = event["Records"][0]["eventSourceARN"]  # Lambda takes each batch from one queue
-        if source not in queues:
-            queues[source] = _Queue(client, _url_of(client, source), settling)
-        _, again = queues[source].settle(messages)
+        queue: str = event["Records"][0]["eventSourceARN"]  # Lambda takes each batch from one queue
+        if queue not in queues:
+            if queues and source is ...:
+                raise RefusedError(undeclared(f"the queues {named_in_log([*queues, queue])}"))
+            queues[queue] = _Queue(client, _url_of(client, queue), settling)
+        _, again = queues[queue].settle(messages)
         return {"batchItemFailures": [{"itemIdentifier": message["MessageId"]} for message in again]}
 
     return handler

@@ -240,6 +240,20 @@ def test_lambda_without_messages_has_no_failure(rig: SqsQueue) -> None:
     assert handler({"Records": []}, None) == {"batchItemFailures": []}
 
 
+def test_lambda_refuses_a_second_queue_without_a_source(rig: SqsQueue) -> None:
+    """Two queues may contain the same ids: nothing of the second is applied, until the source is declared."""
+    rig.pay((1, "a"))
+    undeclared = lambda_handler(rig.queue.client, payments.dispatcher(rig.engine))
+    wait_for(lambda: rig.queue.left() == 1, "the message", 30)
+    message = rig.queue.receive()[0]
+    own = rig.queue.arn(rig.queue.url)
+    assert undeclared({"Records": [_record(message, own)]}, None) == {"batchItemFailures": []}
+    second = {**_record(message, f"{own}-2"), "body": payment(2, "b").decode()}
+    with pytest.raises(RefusedError, match=r"a consumer of the queues arn:.*, arn:.*-2 needs source="):
+        undeclared({"Records": [second]}, None)
+    assert rig.applied == ({"a": 1}, 1)
+
+
 def test_lambda_gets_any_number_of_messages_back(rig: SqsQueue) -> None:
     """SQS takes ten in one request; the dead letter of the batch is one."""
     RULES.update(early="early", poison="poison")

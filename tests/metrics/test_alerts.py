@@ -1,4 +1,4 @@
-"""The alert rules load as they are, and each of thirteen faults rings within a minute in a real Prometheus."""
+"""The alert rules load as they are, and each of fourteen faults rings within a minute in a real Prometheus."""
 
 import contextlib
 import json
@@ -184,6 +184,11 @@ class Shop:
         """A message comes after its marker may have been pruned."""
         self.settle(self.dispatcher(), "late", occurred_at=NOW - timedelta(days=11))
 
+    def collides(self) -> None:
+        """Two producers give their events the same id."""
+        for amount in (1, 2):
+            self.settle(self.dispatcher(), "collides", body=payment(amount, "a"))
+
     def behind(self) -> None:
         """The consumer was down for hours, and works through what has gathered."""
         dispatcher = self.dispatcher()
@@ -221,9 +226,15 @@ class Shop:
         """Another worker of the shop ends by itself, and nobody starts it again."""
         self.ending.ends()
 
-    def settle(self, dispatcher: Dispatcher, message_id: str, **more: Any) -> None:
+    def settle(
+        self,
+        dispatcher: Dispatcher,
+        message_id: str,
+        body: bytes = payment(7, "a"),
+        **more: Any,
+    ) -> None:
         """Deliver one payment as a consumer of another client does."""
-        Settling(dispatcher).deliver(Incoming(payment(7, "a"), message_id, **more))
+        Settling(dispatcher).deliver(Incoming(body, message_id, **more))
 
 
 FAULTS: dict[Callable[[Shop], None], Alert] = {
@@ -234,6 +245,7 @@ FAULTS: dict[Callable[[Shop], None], Alert] = {
     Shop.no_table: {"alertname": "DeliveryRefused", "broker": "other"},
     Shop.no_server: {"alertname": "DatabaseFailing", "broker": "other"},
     Shop.late: {"alertname": "MessageLate", "handler": "payments.paid"},
+    Shop.collides: {"alertname": "OtherBody", "handler": "payments.paid"},
     Shop.behind: {"alertname": "ReadModelBehind", "handler": "payments.paid"},
     Shop.redelivered: {"alertname": "RedeliveriesMany", "handler": "payments.paid"},
     Shop.never_pruned: {"alertname": "CleanupBehind", "table": "processed_message"},
