@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 from ..extras import needs
 
@@ -22,8 +23,8 @@ from ..message import printable
 from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, json_event
 from .rabbitmq import (
-    AROUND,
     CANCELLED,
+    SETTLING,
     WITHOUT_ID,
     Headers,
     Size,
@@ -31,13 +32,12 @@ from .rabbitmq import (
     headers_of_copy,
     incoming_of,
     judged,
-    new_settling,
     prefetch_of,
     queue_after,
     queues_beside,
 )
 from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
-from .settling import Settled, logger
+from .settling import Settled, SettlingOptions, logger, new_settling
 
 __all__ = ["Consumer", "replay"]
 
@@ -54,18 +54,9 @@ _UNREADABLE = (
 class Consumer(Runs):
     """Delivers the messages of a durable queue to a dispatcher, several of them at the same time.
 
-    The consumer acknowledges a message that is applied or is a duplicate. A message to retry waits in one of the queues
-    ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``. A rejected message goes to ``<queue>.dead``, with the error in
-    its header ``x-rejected-for``. The consumer declares all of these queues, and the work queue if it is missing.
-
-    ``url`` is the URL of RabbitMQ. ``convert`` builds the event from an ``Incoming``. Up to ``batch`` messages that are
-    there share one transaction. If fewer are there, the consumer waits ``batch_wait`` seconds for more. RabbitMQ sends
-    up to ``prefetch`` messages in advance; the default is 10, or twice the ``batch`` if that is more. ``prefetch /
-    batch`` transactions run at the same time, and each uses one connection of the engine's pool: the pool must have as
-    many. The consumer rejects a message after ``max_attempts`` deliveries; None sets no limit. After an error of a
-    class in ``retry_later``, it retries a message that it would reject, up to that limit. ``source`` becomes a part of
-    each message id, so that other queues may contain the same ids. ``max_delay`` limits the seconds before a retry: to
-    the longest delay of these queues that is not above it, or else to 1 second.
+    ``url`` is the URL of RabbitMQ. The queues and the other arguments are those of pika's ``Consumer``, except that
+    the default of ``prefetch`` is 10, or twice the ``batch`` if that is more. ``prefetch / batch`` transactions run at
+    the same time, and each uses one connection of the engine's pool: the pool must have as many.
     """
 
     def __init__(
@@ -78,22 +69,11 @@ class Consumer(Runs):
         batch: int = 1,
         batch_wait: float = 0.0,
         prefetch: int | None = None,
-        max_attempts: int | None = None,
-        retry_later: Sequence[type[Exception]] = (),
-        source: str | None = None,
-        max_delay: float = 300.0,
+        **options: Unpack[SettlingOptions],
     ) -> None:
         self._prefetch = prefetch_of(prefetch, 10, batch, batch_wait)
         self._batch, self._batch_wait = batch, batch_wait
-        self._settling = new_settling(
-            dispatcher,
-            convert,
-            max_attempts=max_attempts,
-            retry_later=retry_later,
-            source=source,
-            max_delay=max_delay,
-            asynchronous=True,
-        )
+        self._settling = new_settling(Consumer.__init__, dispatcher, convert, options, asynchronous=True, **SETTLING)
         self._url, self._queue = url, queue
         self._over = False  # True: no task takes another message
         self._why = ""  # the error, if an unreadable message closed the connection
@@ -181,8 +161,7 @@ class Consumer(Runs):
 async def replay(url: str, queue: str) -> int:
     """Publish the present dead letters of ``queue`` again, and return their number.
 
-    Fix the cause first. Replay while the markers are kept: a message that was applied before is then a duplicate.
-    ``replay`` acknowledges each dead letter after RabbitMQ has confirmed its copy in the queue.
+    The ``replay`` of pika's module explains when, and how.
     """
     return (await _sift(url, queue, replay_each)).settled
 
@@ -287,4 +266,4 @@ def _properties(message: AbstractIncomingMessage, headers: Headers) -> Basic.Pro
 
 def _size_of(message: AbstractIncomingMessage) -> Size:
     """Return a function that returns the size of a copy with given headers."""
-    return lambda headers: len(_properties(message, headers).marshal()) + AROUND
+    return lambda headers: len(_properties(message, headers).marshal())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, datetime, time
 from decimal import Decimal
-from typing import Any
+from typing import Any, Unpack
 from uuid import UUID
 
 from ..extras import needs
@@ -30,7 +30,7 @@ from ..inherited import leave_to_parent
 from ..message import Message, logger_of, printable
 from ..verdict import Action, verdict_of
 from .incoming import Convert, Incoming, json_event, text_of
-from .settling import Settled, Settling
+from .settling import Settled, Settling, SettlingOptions, new_settling
 
 __all__ = ["delivering_task", "forget_connections", "replay"]
 
@@ -59,10 +59,7 @@ def delivering_task(
     *,
     queue: str,
     convert: Convert | None = None,
-    max_attempts: int | None = None,
-    retry_later: Sequence[type[Exception]] = (),
-    source: str | None = None,
-    max_delay: float = 300.0,
+    **options: Unpack[SettlingOptions],
 ) -> Any:
     """Register and return a task that delivers an event to a dispatcher: ``task.delay(event, message_id="7")``.
 
@@ -73,19 +70,12 @@ def delivering_task(
 
     The worker acknowledges the task after the commit. Celery requeues it if the worker is lost or exceeds the hard time
     limit. The library retries a task after a delay. It publishes a rejected event, and a message that Celery cannot
-    read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. It rejects an event after
-    ``max_attempts`` deliveries; None sets no limit. After an error of a class in ``retry_later``, it retries a message
-    that it would reject, up to that limit. ``source`` becomes a part of each message id, so that other queues may
-    contain the same ids. ``max_delay`` limits the seconds before a retry. Each child process of a worker opens its own
-    database connections. Raises the errors of ``Settling``.
+    read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. The other options are
+    ``SettlingOptions``. Each child process of a worker opens its own database connections. Raises the errors of
+    ``Settling``.
     """
-    settings: dict[str, Any] = {
-        "max_attempts": max_attempts,
-        "retry_later": retry_later,
-        "source": source,
-        "max_delay": max_delay,
-    }
-    settling = Settling(dispatcher, convert or json_event, **settings, broker="celery")  # raises here, not in a worker
+    # Raises here, not in a worker.
+    settling = new_settling(delivering_task, dispatcher, convert or json_event, options, broker="celery")
 
     def deliver(
         self: Any,
@@ -103,7 +93,7 @@ def delivering_task(
             found = text_of(incoming.message_id, "message id", InvalidMessageIdError)
             return Message(found, event, text_of(incoming.type, "type"))
 
-        settled = Settling(dispatcher, converted, **settings, broker="celery").deliver(incoming)
+        settled = Settling(dispatcher, converted, **options, broker="celery").deliver(incoming)
         if settled.reject:
             rejected = Reject(settled.reason, requeue=False)
             rejected.label = settled.label  # for the worker's main process, which publishes the dead letter

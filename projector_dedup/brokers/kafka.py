@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from operator import methodcaller
 from types import EllipsisType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack
 
 from ..extras import needs
 
@@ -24,7 +24,17 @@ from ..verdict import Action
 from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, Incoming, check_convert, json_event
 from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
-from .settling import Settled, Settling, check_batch, check_source, completed, expect, logger, undeclared
+from .settling import (
+    RetryOptions,
+    Settled,
+    check_batch,
+    check_source,
+    completed,
+    expect,
+    logger,
+    new_settling,
+    undeclared,
+)
 
 __all__ = ["Consumer", "begin", "replay"]
 
@@ -81,12 +91,9 @@ class Consumer(Runs):
     ``config`` is the configuration of confluent-kafka, with a ``group.id``. ``convert`` builds the event from an
     ``Incoming``. ``id_header`` names the header with the message id. **An offset is never used as the id**: an outbox
     that publishes an event again creates another offset. Up to ``batch`` messages that are there share one transaction.
-    If fewer are there, the consumer waits ``batch_wait`` seconds for more. The consumer rejects a message after
-    ``max_attempts`` deliveries; None sets no limit. After an error of a class in ``retry_later``, it retries a message
-    that it would reject, up to that limit. ``source`` becomes a part of each message id, so that other topics may
-    contain the same ids: one text for all topics, or a dictionary with a text or None for each. If there are several
-    topics, declare it, or None to take the ids as they are. ``max_delay`` limits the seconds before a retry; later
-    copies in the same partition wait too.
+    If fewer are there, the consumer waits ``batch_wait`` seconds for more. ``source`` is that of ``SettlingOptions``:
+    one text for all topics, or a dictionary with a text or None for each. If there are several topics, declare it. The
+    other options are ``RetryOptions``. During a delay, later copies in the same partition wait too.
 
     Raises ``ValueError`` for settings that could lose messages, and ``TypeError`` if ``config`` is not a dictionary.
     """
@@ -101,28 +108,20 @@ class Consumer(Runs):
         id_header: str = "message_id",
         batch: int = 1,
         batch_wait: float = 0.0,
-        max_attempts: int | None = None,
-        retry_later: Sequence[type[Exception]] = (),
         source: Mapping[str, str | None] | str | EllipsisType | None = ...,
-        max_delay: float = 300.0,
+        **options: Unpack[RetryOptions],
     ) -> None:
         expect(Mapping, config, 'config is a dictionary, as in {"bootstrap.servers": ..., "group.id": ...}')
         if isinstance(topics, str) or not topics:
             raise ValueError('topics is a list of names, as in ["payments"]')
         check_convert(convert)
         sources = _sources(source, topics)
-        self._settling = Settling(
-            dispatcher,
-            completed(convert, lambda incoming: sources[str(incoming.topic)]),
-            max_attempts=max_attempts,
-            retry_later=retry_later,
-            max_delay=max_delay,
-            broker="kafka",
-        )
+        convert = completed(convert, lambda incoming: sources[str(incoming.topic)])
+        self._settling = new_settling(Consumer.__init__, dispatcher, convert, options, broker="kafka")
         check_batch(batch, batch_wait, most=1_000_000, limit="the limit of confluent-kafka")
         self._batch, self._batch_wait = batch, batch_wait
         self._config, self._topics = config, topics
-        self._id_header, self._max_delay = id_header, max_delay
+        self._id_header, self._max_delay = id_header, options.get("max_delay", 300.0)
         self._retry = {topic: aside(topic, config, "retry") for topic in topics}
         self._dead = {topic: aside(topic, config, "dead") for topic in topics}
         self._first = {topic: topic for topic in topics}

@@ -12,6 +12,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from types import EllipsisType
+from typing import Unpack
 from urllib.parse import urlsplit
 
 from ..extras import needs
@@ -31,7 +32,7 @@ from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import MAX_TEXT_BYTES, Convert, Incoming, json_event
 from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
-from .settling import Settled, Settling, check_batch, expect, logger, named_in_log, undeclared
+from .settling import RetryOptions, Settled, check_batch, expect, logger, named_in_log, new_settling, undeclared
 
 __all__ = ["Consumer", "dead_stream", "replay"]
 
@@ -71,13 +72,10 @@ class Consumer(Runs):
     seconds for more. ``in_flight`` messages, or batches, are delivered at the same time; with 1 they are delivered in
     the order of the stream, except for retries. Start as many processes as you need, all with the same ``durable``.
 
-    ``convert`` builds the event from an ``Incoming``. The consumer rejects a message after ``max_attempts`` deliveries;
-    None sets no limit. After an error of a class in ``retry_later``, it retries a message that it would reject, up to
-    that limit. ``source`` becomes a part of each message id, so that other streams or subjects may contain the same
-    ids. For a stream that lists several subjects, declare it, or None to take the ids as they are, or give one
-    ``subject``. A subject with a wildcard counts as one.
-    ``max_delay`` limits the seconds before a retry. After ``ack_wait`` seconds, the server delivers the messages of a
-    process that died to another one. While a handler runs, the consumer extends this time.
+    ``convert`` builds the event from an ``Incoming``. ``source`` is that of ``SettlingOptions``. For a stream that
+    lists several subjects, declare it, or give one ``subject``. A subject with a wildcard counts as one. After
+    ``ack_wait`` seconds, the server delivers the messages of a process that died to another one. While a handler runs,
+    the consumer extends this time. The other options are ``RetryOptions``.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``, and ``TypeError`` if
     ``connection`` is not a connection of nats-py.
@@ -94,28 +92,18 @@ class Consumer(Runs):
         subject: str | None = None,
         batch: int = 1,
         batch_wait: float = 0.0,
-        max_attempts: int | None = None,
-        retry_later: Sequence[type[Exception]] = (),
         source: str | EllipsisType | None = ...,
-        max_delay: float = 300.0,
         in_flight: int = 1,
         ack_wait: float = 30.0,
+        **options: Unpack[RetryOptions],
     ) -> None:
         expect((Client, str), connection, 'connection is a URL, or what `await nats.connect("nats://...")` returns')
         if in_flight < 1 or ack_wait <= 0:
             raise ValueError(f"in_flight is at least 1, and ack_wait above 0 seconds: {in_flight=}, {ack_wait=}")
         self._url = connection if isinstance(connection, str) else ""
         self._use(Client() if isinstance(connection, str) else connection)
-        self._settling = Settling(
-            dispatcher,
-            convert,
-            max_attempts=max_attempts,
-            retry_later=retry_later,
-            source=None if source is ... else source,
-            max_delay=max_delay,
-            asynchronous=True,
-            broker="nats",
-        )
+        of_nats = {"source": None if source is ... else source, "asynchronous": True, "broker": "nats"}
+        self._settling = new_settling(Consumer.__init__, dispatcher, convert, options, **of_nats)
         self._stream, self._subject, self._durable = stream, subject, durable
         self._is_declared = source is not ...
         check_batch(batch, batch_wait)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Unpack
 
 from ..extras import needs
 
@@ -20,21 +21,20 @@ from ..message import printable
 from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, json_event
 from .rabbitmq import (
-    AROUND,
     CANCELLED,
+    SETTLING,
     Headers,
     Size,
     dead_letters,
     headers_of_copy,
     incoming_of,
     judged,
-    new_settling,
     prefetch_of,
     queue_after,
     queues_beside,
 )
 from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
-from .settling import Settled, expect, filled
+from .settling import Settled, SettlingOptions, expect, filled, new_settling
 
 __all__ = ["Consumer", "replay"]
 
@@ -58,12 +58,9 @@ class Consumer(Runs):
 
     ``convert`` builds the event from an ``Incoming``. Up to ``batch`` messages that are there share one transaction and
     one acknowledgement. If fewer are there, the consumer waits ``batch_wait`` seconds for more. RabbitMQ sends up to
-    ``prefetch`` messages in advance; the default is 20, or twice the ``batch`` if that is more. The consumer rejects a
-    message after ``max_attempts`` deliveries; None sets no limit. After an error of a class in ``retry_later``, it
-    retries a message that it would reject, up to that limit. ``source`` becomes a part of each message id, so that
-    other queues may contain the same ids. ``max_delay`` limits the seconds before a retry: to the longest delay of
-    these queues that is not above it, or else to 1 second. Raises ``TypeError`` if ``parameters`` are not those of
-    pika.
+    ``prefetch`` messages in advance; the default is 20, or twice the ``batch`` if that is more. The other options are
+    ``SettlingOptions``; the longest delay is that of these queues up to ``max_delay``, or else 1 second. Raises
+    ``TypeError`` if ``parameters`` are not those of pika.
     """
 
     def __init__(
@@ -76,22 +73,12 @@ class Consumer(Runs):
         batch: int = 1,
         batch_wait: float = 0.0,
         prefetch: int | None = None,
-        max_attempts: int | None = None,
-        retry_later: Sequence[type[Exception]] = (),
-        source: str | None = None,
-        max_delay: float = 300.0,
+        **options: Unpack[SettlingOptions],
     ) -> None:
         expect(Parameters, parameters, _PARAMETERS)
         self._prefetch = prefetch_of(prefetch, 20, batch, batch_wait)
         self._batch, self._batch_wait = batch, batch_wait
-        self._settling = new_settling(
-            dispatcher,
-            convert,
-            max_attempts=max_attempts,
-            retry_later=retry_later,
-            source=source,
-            max_delay=max_delay,
-        )
+        self._settling = new_settling(Consumer.__init__, dispatcher, convert, options, **SETTLING)
         self._parameters, self._queue = parameters, queue
 
     def settle_dead_letters(self, decide: Decide) -> Sifted:
@@ -246,4 +233,4 @@ def _copied(properties: BasicProperties, headers: Headers) -> BasicProperties:
 
 def _size_of(properties: BasicProperties) -> Size:
     """Return a function that returns the size of a copy with given headers."""
-    return lambda headers: sum(map(len, _copied(properties, headers).encode())) + AROUND
+    return lambda headers: sum(map(len, _copied(properties, headers).encode()))

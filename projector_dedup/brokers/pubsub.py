@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Unpack
 
 from ..extras import needs
 
@@ -22,7 +22,7 @@ from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each, sift_older
 from .incoming import Convert, Incoming, json_event
 from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
-from .settling import Settled, Settling, check_batch, deliver_in_groups, expect
+from .settling import Settled, SettlingOptions, check_batch, deliver_in_groups, expect, new_settling
 
 __all__ = ["Consumer", "replay"]
 
@@ -49,10 +49,8 @@ class Consumer(Runs):
 
     ``convert`` builds the event from the data and the attributes ``message_id``, ``type``, ``occurred_at`` and
     ``content_type``. Up to ``batch`` messages, at most 1,000, share one transaction; Pub/Sub decides how many it
-    returns. The consumer rejects a message after ``max_attempts`` deliveries; None leaves only the limit of the
-    subscription's dead-letter policy. After an error of a class in ``retry_later``, it retries a message that it would
-    reject, up to that limit. ``source`` becomes a part of each message id, so that other subscriptions may contain the
-    same ids. ``max_delay`` limits the seconds before a retry.
+    returns. The other options are ``SettlingOptions``. The dead-letter policy of the subscription limits the deliveries
+    too.
 
     Raises ``HandlerDefinitionError`` if ``dispatcher`` is not a ``Dispatcher``, and ``TypeError`` for a wrong client.
     """
@@ -66,10 +64,7 @@ class Consumer(Runs):
         convert: Convert = json_event,
         *,
         batch: int = _MANY,
-        max_attempts: int | None = None,
-        retry_later: Sequence[type[Exception]] = (),
-        source: str | None = None,
-        max_delay: float = 300.0,
+        **options: Unpack[SettlingOptions],
     ) -> None:
         check_batch(batch, most=_MOST, limit="the limit of a request")
         self._batch = batch
@@ -78,15 +73,7 @@ class Consumer(Runs):
         self._subscriber: Any = subscriber
         self._publisher: Any = publisher
         self._name = subscription
-        self._settling = Settling(
-            dispatcher,
-            convert,
-            max_attempts=max_attempts,
-            retry_later=retry_later,
-            source=source,
-            max_delay=max_delay,
-            broker="pubsub",
-        )
+        self._settling = new_settling(Consumer.__init__, dispatcher, convert, options, broker="pubsub")
 
     def run(self) -> None:
         """Consume until ``stop`` is called, or until SIGTERM or Ctrl-C in the main thread.

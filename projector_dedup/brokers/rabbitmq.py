@@ -12,11 +12,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..verdict import DELAYS
 from .dead_letters import Fate, Judge
-from .incoming import Convert, Incoming
-from .settling import Settled, Settling, check_batch, logger, named_in_log
+from .incoming import Incoming
+from .settling import Settled, check_batch, logger, named_in_log
 
 DELIVERIES = "x-deliveries"
 """The header of a copy with the number of earlier deliveries."""
@@ -25,8 +24,10 @@ REJECTED_FOR = "x-rejected-for"
 WITHOUT_ID = "x-without-message-id"
 """The header of a copy whose message has no id: aio-pika publishes each message with a random id if it has none."""
 
-AROUND = 20
-"""The bytes of a frame in addition to the properties: its start, its end, and the length of the body."""
+SETTLING: dict[str, Any] = {"broker": "rabbitmq", "delays": DELAYS}
+"""The arguments of ``new_settling``. The queues beside a queue have these delays, and no others."""
+
+_AROUND = 20  # bytes of a frame in addition to the properties: its start, its end, and the length of the body
 
 _MOST = 65_535  # messages that AMQP can send in advance
 
@@ -49,11 +50,6 @@ def queues_beside(queue: str) -> dict[str, dict[str, Any]]:
     back = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": queue}
     waits = {_wait(queue, delay): {"x-message-ttl": int(delay * 1000), **back} for delay in DELAYS}
     return {**waits, dead_letters(queue): {}}
-
-
-def new_settling(dispatcher: Dispatcher | AsyncDispatcher, convert: Convert, **options: Any) -> Settling:
-    """Return the ``Settling`` of a consumer with these options, limited to the delays of the wait queues."""
-    return Settling(dispatcher, convert, delays=DELAYS, broker="rabbitmq", **options)
 
 
 def prefetch_of(prefetch: int | None, default: int, batch: int = 1, batch_wait: float = 0.0) -> int:
@@ -100,7 +96,7 @@ def judged(judge: Judge, body: bytes, properties: Any, queue: str) -> Fate:
 
 
 Size = Callable[[Headers], int]
-"""A function that returns the bytes of a frame with these headers. It raises if the client cannot encode them."""
+"""A function that returns the bytes of properties with these headers. It raises if the client cannot encode them."""
 
 
 def headers_of_copy(
@@ -124,7 +120,7 @@ def headers_of_copy(
             ours[REJECTED_FOR] = settled.reason
         else:
             needed |= ours  # without it, the message would never reach max_attempts
-    everything, room = {**theirs, **ours, **needed}, frame_max or math.inf
+    everything, room = {**theirs, **ours, **needed}, (frame_max or math.inf) - _AROUND
     if _fits(everything, size, room):
         return everything
     alone = size(needed)

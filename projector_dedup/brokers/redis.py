@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from ..extras import needs
 
@@ -24,7 +24,7 @@ from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each
 from .incoming import Convert, Incoming, json_event
 from .running import Runs, cannot_reach, draining, try_address
-from .settling import Settled, Settling, check_batch, expect, filled, logger
+from .settling import Settled, SettlingOptions, check_batch, expect, filled, logger, new_settling
 
 __all__ = ["Consumer", "dead_stream", "replay"]
 
@@ -63,12 +63,9 @@ class Consumer(Runs):
 
     ``convert`` builds the event from the fields ``body``, ``message_id`` and ``type``; the headers are all fields. Up
     to ``batch`` entries that are there share one transaction and one acknowledgement. If fewer are there, the consumer
-    waits ``batch_wait`` seconds for more. The consumer rejects an entry after ``max_attempts`` deliveries; None sets no
-    limit. After an error of a class in ``retry_later``, it retries an entry that it would reject, up to that limit.
-    ``source`` becomes a part of each message id, so that other streams may contain the same ids. ``max_delay`` limits
-    the seconds before a retry. After ``abandoned_after`` seconds, another process takes over the entries of a process
-    that died. Choose more than a batch takes; otherwise two processes deliver one entry, and one of them finds a
-    duplicate.
+    waits ``batch_wait`` seconds for more. After ``abandoned_after`` seconds, another process takes over the entries of
+    a process that died. Choose more than a batch takes; otherwise two processes deliver one entry, and one of them
+    finds a duplicate. The other options are ``SettlingOptions``.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, ``TypeError`` if ``client`` is not
     a client of redis-py, and ``RefusedError`` for a client with ``decode_responses=True``.
@@ -88,11 +85,8 @@ class Consumer(Runs):
         *,
         batch: int = 1,
         batch_wait: float = 0.0,
-        max_attempts: int | None = None,
-        retry_later: Sequence[type[Exception]] = (),
-        source: str | None = None,
-        max_delay: float = 300.0,
         abandoned_after: float = 60.0,
+        **options: Unpack[SettlingOptions],
     ) -> None:
         expect(
             (redis.Redis, redis.RedisCluster),
@@ -109,15 +103,7 @@ class Consumer(Runs):
                 "the client has decode_responses=True, so one body that is not UTF-8 would stop every consumer: give "
                 "a client without it"
             )
-        self._settling = Settling(
-            dispatcher,
-            convert,
-            max_attempts=max_attempts,
-            retry_later=retry_later,
-            source=source,
-            max_delay=max_delay,
-            broker="redis",
-        )
+        self._settling = new_settling(Consumer.__init__, dispatcher, convert, options, broker="redis")
         check_batch(batch, batch_wait)
         self._stream, self._group, self._abandoned_after = stream, group, abandoned_after
         self._batch, self._batch_wait = batch, batch_wait

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypedDict, TypeVar, get_args
 
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm.exc import StaleDataError
@@ -41,7 +41,7 @@ from ..verdict import Action, Verdict, verdict_of
 from .dead_letters import DeadLetter, Decide, Fate, Judge
 from .incoming import Convert, Incoming, check_convert, json_event
 
-__all__ = ["Settled", "Settling"]
+__all__ = ["RetryOptions", "Settled", "Settling", "SettlingOptions"]
 
 M = TypeVar("M")  # a message, as the broker's client has it
 
@@ -98,23 +98,48 @@ class Settled:
         return 0.0 if self.verdict is None else self.verdict.delay
 
 
+class RetryOptions(TypedDict, total=False):
+    """The options of all consumers that decide how often, and how soon, a message is delivered again.
+
+    - ``max_attempts``: the consumer rejects a message at this number of deliveries. None, the default, sets no limit. A
+      number below 1 raises ``ValueError``.
+    - ``retry_later``: classes of errors, of SQLAlchemy or of the driver, after which the consumer retries a message
+      that it would reject. The default is none. Anything else raises ``TypeError``. Without ``max_attempts``, which
+      limits these retries, it raises ``ValueError``.
+    - ``max_delay``: the longest time before a retry, in seconds. The default is 300. Anything but a number raises
+      ``TypeError``, and a number that is not above 0 ``ValueError``.
+    """
+
+    max_attempts: int | None
+    retry_later: Sequence[type[Exception]]
+    max_delay: float
+
+
+class SettlingOptions(RetryOptions, total=False):
+    """The options of most consumers: those of ``RetryOptions``, and the source of the ids.
+
+    - ``source``: a text that becomes a part of each message id, so that other queues may contain the same ids. None,
+      the default, takes the ids as they are. Anything but text raises ``TypeError``, and a text that an id cannot
+      contain ``ValueError``.
+    """
+
+    source: str | None
+
+
 class Settling:
     """Delivers incoming messages to a dispatcher, and turns every failure into a verdict and a log line.
 
     This class never calls the broker: the consumer acknowledges, retries or rejects as ``Settled`` says. ``convert``
-    builds the event from an ``Incoming``. A message is rejected after ``max_attempts`` deliveries; None sets no limit.
-    ``max_delay`` limits the seconds before a retry. If the broker supports only certain delays, pass them as ``delays``
-    in ascending order: the limit is then the longest of them up to ``max_delay``, or else the shortest. After an error
-    of a class in ``retry_later``, a message that would be rejected is retried later, until ``max_attempts``. ``source``
-    becomes part of the id of each message that has no source; None takes the ids as they are. With
-    ``asynchronous=True``, pass an ``AsyncDispatcher`` and await ``adeliver`` and ``adeliver_batch``.
+    builds the event from an ``Incoming``. If the broker supports only certain delays, pass them as ``delays`` in
+    ascending order: the limit is then the longest of them up to ``max_delay``, or else the shortest. With
+    ``asynchronous=True``, pass an ``AsyncDispatcher`` and await ``adeliver`` and ``adeliver_batch``. The other options
+    are ``SettlingOptions``.
 
     The dispatcher's observer receives each result as an observation of the kind ``delivery``, with the name of the
     ``broker``. Call ``kept`` after the broker has confirmed a dead letter.
 
-    Raises ``HandlerDefinitionError`` if the class of the dispatcher does not match ``asynchronous``, ``TypeError`` for
-    an argument of a wrong type, and ``ValueError`` for one out of its range, or for ``retry_later`` without
-    ``max_attempts``.
+    Raises ``HandlerDefinitionError`` if the class of the dispatcher does not match ``asynchronous``, and the errors of
+    its options.
     """
 
     def __init__(
@@ -373,6 +398,23 @@ class Settling:
                 value = None
         text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
         return text if isinstance(text, str) else None
+
+
+def new_settling(
+    called: Callable[..., object],
+    dispatcher: Dispatcher | AsyncDispatcher,
+    convert: Convert,
+    options: RetryOptions,
+    **more: Any,
+) -> Settling:
+    """Return the ``Settling`` of a consumer, with the ``options`` of the function that the user has ``called``.
+
+    Raises Python's ``TypeError`` for an option that does not exist: it names ``called``, and not ``Settling``.
+    """
+    for name in options:
+        if name not in SettlingOptions.__annotations__:
+            raise TypeError(f"{called.__qualname__}() got an unexpected keyword argument {name!r}")
+    return Settling(dispatcher, convert, **options, **more)
 
 
 def named_in_log(headers: Sequence[object]) -> str:

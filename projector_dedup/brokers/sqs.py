@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import EllipsisType
-from typing import Any
+from typing import Any, Unpack
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -28,14 +28,17 @@ from .dead_letters import Decide, Judge, Sifted, replay_each, sift_older
 from .incoming import Convert, Incoming, json_event
 from .running import Runs, cannot_reach, draining, try_address
 from .settling import (
+    RetryOptions,
     Settled,
     Settling,
+    SettlingOptions,
     check_batch,
     deliver_in_groups,
     expect,
     filled,
     logger,
     named_in_log,
+    new_settling,
     undeclared,
 )
 
@@ -63,10 +66,8 @@ class Consumer(Runs):
 
     ``convert`` builds the event from the body and the attributes ``message_id``, ``type``, ``occurred_at`` and
     ``content_type``. Up to ``batch`` messages share one transaction; SQS returns at most 10. If fewer are there, the
-    consumer waits ``batch_wait`` seconds for more. The consumer rejects a message after ``max_attempts`` receives,
-    counted by SQS; None sets no limit. After an error of a class in ``retry_later``, it retries a message that it would
-    reject, up to that limit. ``source`` becomes a part of each message id, so that other queues may contain the same
-    ids. ``max_delay`` limits the seconds before a retry.
+    consumer waits ``batch_wait`` seconds for more. The other options are ``SettlingOptions``; a delivery is a receive,
+    which SQS counts.
 
     Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` if ``client`` is
     not a client of boto3.
@@ -81,25 +82,14 @@ class Consumer(Runs):
         *,
         batch: int = _MANY,
         batch_wait: float = 0.0,
-        max_attempts: int | None = None,
-        retry_later: Sequence[type[Exception]] = (),
-        source: str | None = None,
-        max_delay: float = 300.0,
+        **options: Unpack[SettlingOptions],
     ) -> None:
         expect(BaseClient, client, _CLIENT)
         check_batch(batch, batch_wait, most=_MANY, limit="the limit of SQS")
         self._batch, self._batch_wait = batch, batch_wait
         self._client: Any = client  # boto3 creates the methods at run time
         self._url = queue_url
-        self._settling = Settling(
-            dispatcher,
-            convert,
-            max_attempts=max_attempts,
-            retry_later=retry_later,
-            source=source,
-            max_delay=max_delay,
-            broker="sqs",
-        )
+        self._settling = new_settling(Consumer.__init__, dispatcher, convert, options, broker="sqs")
 
     def settle_dead_letters(self, decide: Decide) -> Sifted:
         """Keep, replay or drop each present dead letter, as ``decide`` says. ``replay`` explains when.
@@ -142,10 +132,8 @@ def lambda_handler(
     dispatcher: Dispatcher,
     convert: Convert = json_event,
     *,
-    max_attempts: int | None = None,
-    retry_later: Sequence[type[Exception]] = (),
     source: str | EllipsisType | None = ...,
-    max_delay: float = 300.0,
+    **options: Unpack[RetryOptions],
 ) -> Callable[[Mapping[str, Any], object], dict[str, list[dict[str, str]]]]:
     """Return a handler for AWS Lambda that settles the messages of each invocation like ``Consumer``.
 
@@ -155,22 +143,15 @@ def lambda_handler(
 
     The handler returns ``batchItemFailures``: the messages that SQS must deliver again. Lambda deletes all others.
     **Give the event source mapping the function response type ReportBatchItemFailures.** Without it, Lambda deletes all
-    messages of the batch, and the failed messages are lost. Without ``source=``, the handler raises ``RefusedError``
-    for the messages of a second queue.
+    messages of the batch, and the failed messages are lost. ``source`` is that of ``SettlingOptions``. Without it, the
+    handler raises ``RefusedError`` for the messages of a second queue. The other options are ``RetryOptions``.
 
     If boto3 fails, the handler raises its error. Lambda then delivers the whole batch again, and the applied messages
     are duplicates.
     """
     expect(BaseClient, client, _CLIENT)
-    settling = Settling(
-        dispatcher,
-        convert,
-        max_attempts=max_attempts,
-        retry_later=retry_later,
-        source=None if source is ... else source,
-        max_delay=max_delay,
-        broker="sqs",
-    )
+    of_sqs = {"source": None if source is ... else source, "broker": "sqs"}
+    settling = new_settling(lambda_handler, dispatcher, convert, options, **of_sqs)
     queues: dict[str, _Queue] = {}
 
     def handler(event: Mapping[str, Any], context: object = None) -> dict[str, list[dict[str, str]]]:  # noqa: ARG001

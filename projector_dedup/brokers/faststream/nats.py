@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from faststream.nats import JStream, NatsBroker, PullSub
 from nats.js.api import AckPolicy, ConsumerConfig
@@ -11,7 +10,7 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from ...dispatcher import AsyncDispatcher
 from ..incoming import Convert, json_event
 from ..nats import Consumer, Pull, incoming_of
-from ..settling import Settling
+from ..settling import SettlingOptions, new_settling
 from . import AS_IT_CAME, is_of_a_test, raise_errors
 
 __all__ = ["subscribe"]
@@ -30,11 +29,8 @@ def subscribe(
     *,
     in_flight: int = 10,
     batch: int | None = None,
-    max_attempts: int | None = None,
-    retry_later: Sequence[type[Exception]] = (),
-    source: str | None = None,
-    max_delay: float = 300.0,
     ack_wait: float = 30.0,
+    **options: Unpack[SettlingOptions],
 ) -> None:
     """Give the messages of a subject to a dispatcher, as long as the broker runs. Call it before the broker is started.
 
@@ -50,13 +46,7 @@ def subscribe(
     ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``.
     """
     # Refuses now what it would refuse later. Delivers the messages of a test broker, which starts no consumer.
-    settings: dict[str, Any] = {
-        "max_attempts": max_attempts,
-        "retry_later": retry_later,
-        "source": source,
-        "max_delay": max_delay,
-    }
-    settling = Settling(dispatcher, convert, **settings, asynchronous=True)
+    settling = new_settling(subscribe, dispatcher, convert, options, asynchronous=True)
     subscriber = broker.subscriber(
         subject,
         stream=JStream(stream, declare=False),
@@ -73,8 +63,8 @@ def subscribe(
             subscriber.connection,
             *(stream, durable, dispatcher, convert),
             subject=subject,
-            **settings,
             ack_wait=ack_wait,
+            **options,
         )
         await consumer.open()
         consumers[:] = [consumer]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
 
 from ...dispatcher import AsyncDispatcher
 from ..aio_pika import copy, unreadable
 from ..incoming import Convert, json_event
-from ..rabbitmq import incoming_of, new_settling, prefetch_of, queues_beside
-from ..settling import logger
+from ..rabbitmq import SETTLING, incoming_of, prefetch_of, queues_beside
+from ..settling import SettlingOptions, logger, new_settling
 from . import AS_IT_CAME, is_of_a_test, raise_errors
 
 if TYPE_CHECKING:
@@ -31,34 +30,20 @@ def subscribe(
     convert: Convert = json_event,
     *,
     prefetch: int = 10,
-    max_attempts: int | None = None,
-    retry_later: Sequence[type[Exception]] = (),
-    source: str | None = None,
-    max_delay: float = 300.0,
+    **options: Unpack[SettlingOptions],
 ) -> None:
     """Deliver the messages of a queue to a dispatcher while the broker runs. Call it before you start the broker.
 
-    The subscriber acknowledges a message that is applied or is a duplicate. A message to retry waits in one of the
-    queues ``<queue>.wait.1s``, ``.5s``, ``.30s`` and ``.300s``. A rejected message goes to ``<queue>.dead``, with the
-    error in its header ``x-rejected-for``. The broker declares all of these queues when it starts. If ``queue`` is a
-    name, it declares a durable queue. For a queue with other arguments, give FastStream's ``RabbitQueue``, with
-    ``declare=False`` if the broker must not declare it.
+    The queues beside ``queue`` are those of pika's ``Consumer``, and the broker declares them when it starts. If
+    ``queue`` is a name, it declares a durable queue. For a queue with other arguments, give FastStream's
+    ``RabbitQueue``, with ``declare=False`` if the broker must not declare it.
 
     ``convert`` makes the event of a message; FastStream decodes nothing. ``prefetch`` messages are delivered at the
-    same time. A message is rejected after ``max_attempts`` deliveries; None sets no limit. After an error of a class in
-    ``retry_later``, a message that would be rejected is retried, up to that limit. It waits in the queue with the
-    longest delay of at most ``max_delay`` seconds, or else in the first one. ``source`` becomes a part of each message
-    id, so that other queues may contain the same ids. Raises ``HandlerDefinitionError`` for a dispatcher that is not an
-    ``AsyncDispatcher``.
+    same time. The other options are those of pika's ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher
+    that is not an ``AsyncDispatcher``.
     """
     prefetch = prefetch_of(prefetch, 10)
-    settings: dict[str, Any] = {
-        "max_attempts": max_attempts,
-        "retry_later": retry_later,
-        "source": source,
-        "max_delay": max_delay,
-    }
-    settling = new_settling(dispatcher, convert, **settings, asynchronous=True)
+    settling = new_settling(subscribe, dispatcher, convert, options, asynchronous=True, **SETTLING)
     work = RabbitQueue(queue, durable=True) if isinstance(queue, str) else queue
     beside: dict[str, Any] = queues_beside(work.name)
     for name, arguments in beside.items():  # without a handler, a queue is declared and not consumed
