@@ -27,7 +27,6 @@ from .rabbitmq import (
     SETTLING,
     WITHOUT_ID,
     Headers,
-    Size,
     dead_letters,
     headers_of_copy,
     incoming_of,
@@ -220,7 +219,11 @@ async def copy(message: AbstractIncomingMessage, work: str, settled: Settled | N
     """
     channel: Underlay = message.channel
     frame_max = channel.connection.connection_tune.frame_max
-    headers = headers_of_copy(_encodable(message), settled, _size_of(message), frame_max, work)
+
+    def size(headers: Headers) -> int:
+        return len(_properties(message, headers).marshal())
+
+    headers = headers_of_copy(_encodable(message), settled, size, frame_max, work)
     properties = _properties(message, headers)
     try:
         await channel.basic_publish(
@@ -262,8 +265,3 @@ def _properties(message: AbstractIncomingMessage, headers: Headers) -> Basic.Pro
     properties.headers, properties.delivery_mode = dict(headers), 2
     properties.expiration, properties.user_id = None, None
     return properties
-
-
-def _size_of(message: AbstractIncomingMessage) -> Size:
-    """Return a function that returns the size of a copy with given headers."""
-    return lambda headers: len(_properties(message, headers).marshal())

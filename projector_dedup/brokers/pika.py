@@ -24,7 +24,6 @@ from .rabbitmq import (
     CANCELLED,
     SETTLING,
     Headers,
-    Size,
     dead_letters,
     headers_of_copy,
     incoming_of,
@@ -220,7 +219,11 @@ def _copy(
 
     ``settled`` is None for a dead letter, which is copied into ``work``. Raises pika's error without a confirmation.
     """
-    headers = headers_of_copy(properties.headers, settled, _size_of(properties), frame_max, work)
+
+    def size(headers: Headers) -> int:
+        return sum(map(len, _copied(properties, headers).encode()))
+
+    headers = headers_of_copy(properties.headers, settled, size, frame_max, work)
     channel.basic_publish("", queue_after(work, settled), body, _copied(properties, headers), mandatory=True)
 
 
@@ -229,8 +232,3 @@ def _copied(properties: BasicProperties, headers: Headers) -> BasicProperties:
     copied = copy.copy(properties)
     copied.headers, copied.delivery_mode, copied.expiration, copied.user_id = dict(headers), 2, None, None
     return copied
-
-
-def _size_of(properties: BasicProperties) -> Size:
-    """Return a function that returns the size of a copy with given headers."""
-    return lambda headers: sum(map(len, _copied(properties, headers).encode()))

@@ -92,18 +92,15 @@ def _is_default(handler: Any) -> bool:
 _DRAINING = _Draining()
 
 
-@contextlib.contextmanager
-def draining(stop: Stop) -> Iterator[None]:
+def draining(stop: Stop) -> contextlib.AbstractContextManager[None]:
     """Call ``stop`` at SIGTERM and SIGINT (Ctrl-C) during the block. The third signal raises ``KeyboardInterrupt``.
 
     Changes nothing outside the main thread, and leaves a signal alone for which the application has a handler of its
     own. The signal interrupts the code of the main thread: with asyncio, ``stop`` must be
     ``partial(loop.call_soon_threadsafe, consumer.stop)``.
     """
-    with contextlib.ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            stack.enter_context(_DRAINING.stopping(stop))
-        yield
+    is_main = threading.current_thread() is threading.main_thread()
+    return _DRAINING.stopping(stop) if is_main else contextlib.nullcontext()
 
 
 def cannot_reach(broker: str, address: str, error: object) -> ConnectionError:

@@ -36,7 +36,7 @@ from ..errors import (
 )
 from ..message import Message, envelope, id_text, logger_of, printable, valid_source
 from ..observer import Reason
-from ..outcome import Outcome
+from ..outcome import Delivery
 from ..verdict import Action, Verdict, verdict_of
 from .dead_letters import DeadLetter, Decide, Fate, Judge
 from .incoming import Convert, Incoming, check_convert, json_event
@@ -207,17 +207,17 @@ class Settling:
         settled, events = self._converted(incoming)
         if events:
             try:
-                self._wait(self._dispatcher.deliver_batch(list(events.values())))
+                deliveries = self._wait(self._dispatcher.deliver_batch(list(events.values())))
             except BatchFailed as error:
-                self._batch_failed(incoming, settled, events, error)
+                deliveries = error.deliveries
             except (Exception, asyncio.CancelledError) as error:
                 if self._ends_this_task(error):
                     raise
                 for position in events:  # only the message that causes the error fails again
                     settled[position] = self.deliver(incoming[position])
-            else:
-                for position, event in events.items():
-                    settled[position] = self._acknowledged(incoming[position], event)
+                return settled
+            for (position, event), delivery in zip(events.items(), deliveries, strict=True):
+                settled[position] = self._settled(incoming[position], event, delivery)
         return settled
 
     async def adeliver_batch(self, incoming: Sequence[Incoming]) -> list[Settled]:
@@ -247,9 +247,9 @@ class Settling:
             return [self.deliver(incoming[0])]
         settled: list[Settled] = []
         for each, event, delivery in zip(incoming, events, deliveries, strict=False):
-            if delivery.error is not None:
-                return [*settled, self._failed(each, event, delivery.error)]
-            settled.append(self._acknowledged(each, event))
+            settled.append(self._settled(each, event, delivery))
+            if not settled[-1].acknowledge:
+                break
         return settled
 
     def kept(self, settled: Settled) -> None:
@@ -309,14 +309,9 @@ class Settling:
                 settled[position] = self._failed(each, _UNREAD, error)
         return settled, events
 
-    def _batch_failed(
-        self, incoming: Sequence[Incoming], settled: list[Settled], events: dict[int, object], error: BatchFailed
-    ) -> None:
-        for (position, event), delivery in zip(events.items(), error.deliveries, strict=True):
-            if delivery.outcome is Outcome.FAILED:
-                settled[position] = self._failed(incoming[position], event, delivery.error or error)
-            else:
-                settled[position] = self._acknowledged(incoming[position], event)
+    def _settled(self, incoming: Incoming, event: object, delivery: Delivery) -> Settled:
+        failed = delivery.error
+        return self._acknowledged(incoming, event) if failed is None else self._failed(incoming, event, failed)
 
     def _failed(self, incoming: Incoming, event: object, error: BaseException) -> Settled:
         if isinstance(error, InvalidMessageIdError) and self._has_no_id(event):
@@ -334,16 +329,18 @@ class Settling:
         if verdict.action is Action.ACKNOWLEDGE:  # of a command in convert: the event was not delivered
             verdict = replace(verdict, action=Action.REJECT)
         settled = Settled(verdict, _reason(error), self._label(error, verdict, read=event is not _UNREAD))
+        found = self._id_of(incoming, event)
         if self._observing is not None:
             self._observing.report_delivery(
                 "rejected" if settled.reject else "retried",
                 self._broker,
                 settled.label,
-                self._id_of(incoming, event),
+                found,
                 incoming.attempt,
                 verdict.error,
             )
-        named = (self._name(incoming, event), printable(incoming.origin), incoming.attempt)
+        name = "(without an id)" if found is None else printable(found[:80])
+        named = (name, printable(incoming.origin), incoming.attempt)
         if settled.reject:
             ours = isinstance(verdict.error, ProjectorDedupError)  # needs no traceback
             logger.error(
@@ -375,11 +372,6 @@ class Settling:
         if not read:
             return "invalid_message"
         return "database" if isinstance(decisive, Exception) and failure_of(decisive) is not None else "handler"
-
-    def _name(self, incoming: Incoming, event: object) -> str:
-        """Return the id of a message for a log line."""
-        found = self._id_of(incoming, event)
-        return "(without an id)" if found is None else printable(found[:80])
 
     def _has_no_id(self, event: object) -> bool:
         """True if the dispatcher finds no id in the event, not even an invalid one."""
