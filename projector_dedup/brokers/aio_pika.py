@@ -140,7 +140,6 @@ class Consumer(Runs):
         self._ended()
 
     def _waiting(self, most: int) -> list[AbstractIncomingMessage]:
-        """Take up to ``most`` messages that are in the inbox."""
         found: list[AbstractIncomingMessage] = []
         while len(found) < most and not self._over and not self._inbox.empty():
             if (message := self._inbox.get_nowait()) is not None:
@@ -196,7 +195,6 @@ async def _connected(url: str) -> AbstractConnection:
 
 
 async def _open(channel: AbstractChannel, queue: str) -> AbstractChannel:
-    """Declare the queues, and return the channel."""
     try:
         await channel.declare_queue(queue, passive=True)  # keeps the arguments of an existing queue
     except aio_pika.exceptions.ChannelNotFoundEntity:

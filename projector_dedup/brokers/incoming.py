@@ -52,6 +52,12 @@ class Incoming:
     parse_float: Callable[[str], float] = finite
 
 
+def with_headers(body: bytes, headers: Mapping[str, object], **more: Any) -> Incoming:
+    """Return a message whose id, type, time and content type are in its headers."""
+    found: dict[str, Any] = {name: headers.get(name) for name in ("message_id", "type", "occurred_at", "content_type")}
+    return Incoming(body, headers=headers, **found, **more)
+
+
 Convert = Callable[[Incoming], object]
 """A function that builds the event for ``Dispatcher.deliver`` from an ``Incoming``. It often returns a ``Message``."""
 

@@ -121,13 +121,9 @@ class Consumer(Runs):
         check_batch(batch, batch_wait, most=1_000_000, limit="the limit of confluent-kafka")
         self._batch, self._batch_wait = batch, batch_wait
         self._config, self._topics = config, topics
-        self._id_header, self._max_delay = id_header, options.get("max_delay", 300.0)
-        self._retry = {topic: aside(topic, config, "retry") for topic in topics}
-        self._dead = {topic: aside(topic, config, "dead") for topic in topics}
-        self._first = {topic: topic for topic in topics}
-        for topic, retry in list(self._retry.items()):
-            self._retry[retry], self._dead[retry], self._first[retry] = retry, self._dead[topic], topic
-        self._copied = set(self._retry.values())
+        self._id_header = id_header
+        self._copied = {aside(topic, config, "retry"): topic for topic in topics}
+        self._first = {topic: topic for topic in topics} | self._copied  # by topic: that of the originals
         self._client = new_consumer(config)
         self._producer = new_producer(config)
         self._gathered: list[Message] = []
@@ -156,10 +152,10 @@ class Consumer(Runs):
         with draining(self.stop):
             try:
                 _reach(self._producer, self._servers)
-                for topic in {*self._retry, *self._dead.values()}:
+                for topic in {*self._first, *(aside(topic, self._config, "dead") for topic in self._topics)}:
                     partitions_of(self._producer, topic)
-                self._client.subscribe(list(self._retry), on_revoke=self._forget, on_lost=self._forget)
-                self._log_start(f"topics {', '.join({*self._retry} - self._copied)} of Kafka at {self._servers}")
+                self._client.subscribe(list(self._first), on_revoke=self._forget, on_lost=self._forget)
+                self._log_start(f"topics {', '.join(self._topics)} of Kafka at {self._servers}")
                 while not self._stopping:
                     self._step()
             finally:
@@ -196,7 +192,7 @@ class Consumer(Runs):
 
         The consumer continues to poll, because the group removes a member that does not.
         """
-        received.due = min(received.due, time.time() + self._max_delay)  # the sender's clock may be wrong
+        received.due = min(received.due, time.time() + self._settling.max_delay)  # the sender's clock may be wrong
         self._waiting.setdefault((received.topic, received.partition), deque()).append(received)
         self._client.pause([TopicPartition(received.topic, received.partition)])
 
@@ -255,11 +251,10 @@ class Consumer(Runs):
         Raises ``RefusedError`` for a copy that is too large for its topic, and ``KafkaException`` if Kafka refuses
         the copy for another reason. Kafka delivers the message again after the consumer is started again.
         """
+        topic = aside(self._first[received.topic], self._config, "dead" if settled.reject else "retry")
         if settled.reject:
-            topic = self._dead[received.topic]
             headers = received.copy_headers(attempt=received.attempt, reason=settled.reason)
         else:
-            topic = self._retry[received.topic]
             not_before = round((time.time() + settled.delay) * 1000)
             headers = received.copy_headers(attempt=received.attempt + 1, not_before=not_before)
         try:
@@ -274,7 +269,6 @@ class Consumer(Runs):
             ) from error
 
     def _log_or_raise(self, error: KafkaError) -> None:
-        """Log a temporary error. Raises any other error."""
         if error.name() == "_AUTO_OFFSET_RESET":
             raise RefusedError(
                 f"the group has no position in one of its topics ({error.str()}): for a new group, call begin(...). "

@@ -20,7 +20,7 @@ with needs("pubsub"):
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each, sift_older
-from .incoming import Convert, Incoming, json_event
+from .incoming import Convert, Incoming, json_event, with_headers
 from .running import CONNECT_TIMEOUT, Runs, cannot_reach, draining
 from .settling import Settled, SettlingOptions, check_batch, deliver_in_groups, expect, new_settling
 
@@ -200,13 +200,9 @@ def _publish(publisher: Any, topic: str, message: Any, marks: Mapping[str, str])
 def _incoming(received: Any, subscription: str) -> Incoming:
     """Return a message for a converter: its data, and its attributes as headers."""
     headers = dict(received.message.attributes)
-    return Incoming(
-        body=received.message.data,
-        message_id=headers.get("message_id"),
-        type=headers.get("type"),
-        occurred_at=headers.get("occurred_at"),
-        content_type=headers.get("content_type"),
-        headers=headers,
+    return with_headers(
+        received.message.data,
+        headers,
         attempt=max(received.delivery_attempt, 1),
         origin=f"subscription {subscription.rpartition('/')[2]}",
         body_name="data of the message",

@@ -22,7 +22,7 @@ with needs("redis"):
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each
-from .incoming import Convert, Incoming, json_event
+from .incoming import Convert, Incoming, json_event, with_headers
 from .running import Runs, cannot_reach, draining, try_address
 from .settling import Settled, SettlingOptions, check_batch, expect, filled, logger, new_settling
 
@@ -259,13 +259,9 @@ def _sift(client: Any, stream: str, group: str, judge: Judge) -> Sifted:
 def _incoming(entry: _Entry, stream: str) -> Incoming:
     """Return an entry for a converter: its body, its id, type and time, and all fields as headers."""
     headers = {name.decode(errors="backslashreplace"): value for name, value in entry.fields.items()}
-    return Incoming(
-        body=entry.fields.get(b"body", b""),
-        message_id=headers.get("message_id"),
-        type=headers.get("type"),
-        occurred_at=headers.get("occurred_at"),
-        content_type=headers.get("content_type"),
-        headers=headers,
+    return with_headers(
+        entry.fields.get(b"body", b""),
+        headers,
         attempt=entry.attempt,
         origin=f"entry {entry.number.decode()} of stream {stream}",
         body_name='field "body" of the entry',

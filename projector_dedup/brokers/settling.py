@@ -173,7 +173,7 @@ class Settling:
         self._convert = completed(convert, lambda _: source)
         self._max_attempts, self._retry_later = max_attempts, retry_later
         within = [each for each in delays if each <= max_delay] or delays[:1]
-        self._max_delay = max(within, default=max_delay)
+        self.max_delay = max(within, default=max_delay)
 
     @property
     def dispatcher(self) -> Dispatcher | AsyncDispatcher:
@@ -325,7 +325,7 @@ class Settling:
             max_attempts=self._max_attempts,
             retry_later=self._retry_later,
         )
-        verdict = replace(verdict, delay=min(verdict.delay, self._max_delay))
+        verdict = replace(verdict, delay=min(verdict.delay, self.max_delay))
         if verdict.action is Action.ACKNOWLEDGE:  # of a command in convert: the event was not delivered
             verdict = replace(verdict, action=Action.REJECT)
         settled = Settled(verdict, _reason(error), self._label(error, verdict, read=event is not _UNREAD))

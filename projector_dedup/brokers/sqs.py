@@ -25,7 +25,7 @@ with needs("sqs"):
 from ..dispatcher import Dispatcher
 from ..errors import RefusedError
 from .dead_letters import Decide, Judge, Sifted, replay_each, sift_older
-from .incoming import Convert, Incoming, json_event
+from .incoming import Convert, Incoming, json_event, with_headers
 from .running import Runs, cannot_reach, draining, try_address
 from .settling import (
     RetryOptions,
@@ -326,13 +326,9 @@ def _attributes(message: _Message) -> dict[str, dict[str, Any]]:
 def _incoming(message: _Message, url: str) -> Incoming:
     """Return a message for a converter: its body, and its attributes as headers."""
     headers = {name: each.get("StringValue", each.get("BinaryValue")) for name, each in _attributes(message).items()}
-    return Incoming(
-        body=message["Body"].encode(),
-        message_id=headers.get("message_id"),
-        type=headers.get("type"),
-        occurred_at=headers.get("occurred_at"),
-        content_type=headers.get("content_type"),
-        headers=headers,
+    return with_headers(
+        message["Body"].encode(),
+        headers,
         attempt=int(message["Attributes"]["ApproximateReceiveCount"]),
         origin=f"queue {_name(url)}",
         id_name="message attribute message_id",
