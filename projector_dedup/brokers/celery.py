@@ -71,8 +71,7 @@ def delivering_task(
     The worker acknowledges the task after the commit. Celery requeues it if the worker is lost or exceeds the hard time
     limit. The library retries a task after a delay. It publishes a rejected event, and a message that Celery cannot
     read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. The other options are
-    ``SettlingOptions``. Each child process of a worker opens its own database connections. Raises the errors of
-    ``Settling``.
+    ``SettlingOptions``. Each child process of a worker opens its own database connections.
     """
     # Raises here, not in a worker.
     settling = new_settling(delivering_task, dispatcher, convert or json_event, options, broker="celery")

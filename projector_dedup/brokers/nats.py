@@ -76,9 +76,6 @@ class Consumer(Runs):
     lists several subjects, declare it, or give one ``subject``. A subject with a wildcard counts as one. After
     ``ack_wait`` seconds, the server delivers the messages of a process that died to another one. While a handler runs,
     the consumer extends this time. The other options are ``RetryOptions``.
-
-    Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``, and ``TypeError`` if
-    ``connection`` is not a connection of nats-py.
     """
 
     def __init__(

@@ -58,8 +58,7 @@ class Consumer(Runs):
     ``convert`` builds the event from an ``Incoming``. Up to ``batch`` messages that are there share one transaction and
     one acknowledgement. If fewer are there, the consumer waits ``batch_wait`` seconds for more. RabbitMQ sends up to
     ``prefetch`` messages in advance; the default is 20, or twice the ``batch`` if that is more. The other options are
-    ``SettlingOptions``; the longest delay is that of these queues up to ``max_delay``, or else 1 second. Raises
-    ``TypeError`` if ``parameters`` are not those of pika.
+    ``SettlingOptions``; the longest delay is that of these queues up to ``max_delay``, or else 1 second.
     """
 
     def __init__(

@@ -51,8 +51,6 @@ class Consumer(Runs):
     ``content_type``. Up to ``batch`` messages, at most 1,000, share one transaction; Pub/Sub decides how many it
     returns. The other options are ``SettlingOptions``. The dead-letter policy of the subscription limits the deliveries
     too.
-
-    Raises ``HandlerDefinitionError`` if ``dispatcher`` is not a ``Dispatcher``, and ``TypeError`` for a wrong client.
     """
 
     def __init__(

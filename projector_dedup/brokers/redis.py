@@ -65,10 +65,8 @@ class Consumer(Runs):
     to ``batch`` entries that are there share one transaction and one acknowledgement. If fewer are there, the consumer
     waits ``batch_wait`` seconds for more. After ``abandoned_after`` seconds, another process takes over the entries of
     a process that died. Choose more than a batch takes; otherwise two processes deliver one entry, and one of them
-    finds a duplicate. The other options are ``SettlingOptions``.
-
-    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, ``TypeError`` if ``client`` is not
-    a client of redis-py, and ``RefusedError`` for a client with ``decode_responses=True``.
+    finds a duplicate. The other options are ``SettlingOptions``. Raises ``RefusedError`` for a client with
+    ``decode_responses=True``.
     """
 
     # An entry that was read stays in its group's list of pending entries until it is acknowledged. The consumer assigns

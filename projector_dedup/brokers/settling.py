@@ -108,6 +108,9 @@ class RetryOptions(TypedDict, total=False):
       limits these retries, it raises ``ValueError``.
     - ``max_delay``: the longest time before a retry, in seconds. The default is 300. Anything but a number raises
       ``TypeError``, and a number that is not above 0 ``ValueError``.
+
+    Every consumer also raises ``HandlerDefinitionError`` for a dispatcher of the other kind (``Dispatcher`` or
+    ``AsyncDispatcher``). The consumers of pika, NATS, Redis, SQS and Pub/Sub raise ``TypeError`` for a wrong client.
     """
 
     max_attempts: int | None
@@ -131,7 +134,7 @@ class Settling:
 
     This class never calls the broker: the consumer acknowledges, retries or rejects as ``Settled`` says. ``convert``
     builds the event from an ``Incoming``. If the broker supports only certain delays, pass them as ``delays`` in
-    ascending order: the limit is then the longest of them up to ``max_delay``, or else the shortest. With
+    ascending order: no delay is then above the longest of them up to ``max_delay``, or else the shortest. With
     ``asynchronous=True``, pass an ``AsyncDispatcher`` and await ``adeliver`` and ``adeliver_batch``. The other options
     are ``SettlingOptions``.
 

@@ -68,9 +68,6 @@ class Consumer(Runs):
     ``content_type``. Up to ``batch`` messages share one transaction; SQS returns at most 10. If fewer are there, the
     consumer waits ``batch_wait`` seconds for more. The other options are ``SettlingOptions``; a delivery is a receive,
     which SQS counts.
-
-    Raises ``HandlerDefinitionError`` for a dispatcher that is not a ``Dispatcher``, and ``TypeError`` if ``client`` is
-    not a client of boto3.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ def subscribe(
     ``convert`` makes the event of a message; FastStream fetches and decodes nothing. ``in_flight`` messages are
     delivered side by side. With ``batch`` it is up to so many messages, those that come within a second, in one
     transaction; each is settled by itself, and one that fails takes no other with it. The other arguments are those of
-    ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher that is not an ``AsyncDispatcher``.
+    ``Consumer``.
     """
     # Refuses now what it would refuse later. Delivers the messages of a test broker, which starts no consumer.
     settling = new_settling(subscribe, dispatcher, convert, options, asynchronous=True)

@@ -39,8 +39,7 @@ def subscribe(
     ``RabbitQueue``, with ``declare=False`` if the broker must not declare it.
 
     ``convert`` makes the event of a message; FastStream decodes nothing. ``prefetch`` messages are delivered at the
-    same time. The other options are those of pika's ``Consumer``. Raises ``HandlerDefinitionError`` for a dispatcher
-    that is not an ``AsyncDispatcher``.
+    same time. The other options are those of pika's ``Consumer``.
     """
     prefetch = prefetch_of(prefetch, 10)
     settling = new_settling(subscribe, dispatcher, convert, options, asynchronous=True, **SETTLING)
