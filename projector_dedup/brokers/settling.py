@@ -407,7 +407,7 @@ def new_settling(
     Raises Python's ``TypeError`` for an option that does not exist: it names ``called``, and not ``Settling``.
     """
     for name in options:
-        if name not in SettlingOptions.__annotations__:
+        if name not in SettlingOptions.__optional_keys__:
             raise TypeError(f"{called.__qualname__}() got an unexpected keyword argument {name!r}")
     return Settling(dispatcher, convert, **options, **more)
 

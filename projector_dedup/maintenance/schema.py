@@ -37,12 +37,8 @@ def version_findings(connection: Connection, tables: DedupTables) -> list[Findin
     upgrade = f"run `alembic upgrade heads`, or change the tables to what `idempotency schema{tables.option}` prints"
     if not written.isdecimal():
         known = f"{SCHEMA_VERSION!r} of {full_name(tables.state, connection)}"
-        return [
-            Finding(
-                problem,
-                f"another program wrote {known}; set it to the value that `idempotency schema{tables.option}` inserts",
-            )
-        ]
+        mend = f"set it to the value that `idempotency schema{tables.option}` inserts"
+        return [Finding(problem, f"another program wrote {known}; {mend}")]
     if int(written) > ours:
         return [Finding(problem, "upgrade projector-dedup here, because a newer version has migrated the tables")]
     if int(written) < ours - 1:
