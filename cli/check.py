@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pkgutil import resolve_name
 from typing import Any
 
@@ -14,7 +15,8 @@ import click
 from sqlalchemy import Engine, inspect
 
 from projector_dedup import AsyncDispatcher, Dispatcher
-from projector_dedup.effects import EffectTables
+from projector_dedup.commands import CommandTables
+from projector_dedup.effects import AsyncEffects, Effects, EffectTables
 from projector_dedup.maintenance.check import advise, advise_rebuilds, check_handlers, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.effects import advise_effects
@@ -23,7 +25,7 @@ from projector_dedup.maintenance.schema import KINDS
 from projector_dedup.maintenance.stats import Ages, ages
 from projector_dedup.tables import DedupTables
 
-from .options import EXIT_CODES, Deployment, database_options
+from .options import EXIT_CODES, Deployment, database_options, overdue_option
 from .output import Failed, coloured, fitted, json_option, print_json, reason, say
 
 _EXAMPLE = "myapp.consumer:dispatcher"
@@ -37,8 +39,10 @@ _EXAMPLE = "myapp.consumer:dispatcher"
     multiple=True,
     metavar="MODULE:DISPATCHER",
     help=f"A dispatcher of your application, or a function without arguments that returns one: {_EXAMPLE}. A handler "
-    "that has markers, but is in no dispatcher, is then a problem. Repeat it for every dispatcher with these tables.",
+    "that has markers, but is in no dispatcher, is then a problem. Repeat it for every dispatcher with these tables. "
+    "With --effects: an Effects, whose names are compared.",
 )
+@overdue_option
 @click.option(
     "--fail-on",
     type=click.Choice(["problem", "advice"]),
@@ -47,7 +51,7 @@ _EXAMPLE = "myapp.consumer:dispatcher"
     help="Exit with 1 for problems only, or also for advice, such as old markers that cleanup should have deleted.",
 )
 @json_option
-def check(deployment: Deployment, apps: tuple[str, ...], fail_on: str, as_json: bool) -> None:
+def check(deployment: Deployment, apps: tuple[str, ...], overdue: timedelta, fail_on: str, as_json: bool) -> None:
     """Check the tables, and print what to do about each problem.
 
     Run it after each deployment, and from monitoring. It compares the tables with those that this version of
@@ -63,19 +67,21 @@ def check(deployment: Deployment, apps: tuple[str, ...], fail_on: str, as_json: 
       idempotency check --commands
       idempotency check --effects
     """
-    if apps and deployment.tables.keyed:
-        option = deployment.tables.option.strip()
-        raise click.UsageError(f"--app checks the handlers of dispatchers, so it cannot be used with {option}")
-    identities = _identities_of(apps)
     tables, found = deployment.tables, None
+    if apps and isinstance(tables, CommandTables):
+        raise click.UsageError("--app checks handlers and effects, so it cannot be used with --commands")
+    kinds = (Effects, AsyncEffects) if isinstance(tables, EffectTables) else (Dispatcher, AsyncDispatcher)
+    identities = frozenset[str]().union(*(from_application(app, kinds, _EXAMPLE).identities for app in apps))
     with deployment.opened() as engine:
         findings = findings_of(engine, tables) + check_installed_revisions()
         if not any(finding.fatal for finding in findings):
             found = ages(engine, tables=tables)
-            findings += [] if tables.keyed else advise_rebuilds(engine, tables=tables)
-            findings += check_handlers(engine, identities, tables=tables) if apps else []
             findings += advise(found, tables=tables)
-            findings += advise_effects(engine, tables=tables) if isinstance(tables, EffectTables) else []
+            if isinstance(tables, EffectTables):
+                findings += advise_effects(engine, overdue=overdue, known=identities if apps else None, tables=tables)
+            elif not tables.keyed:
+                findings += advise_rebuilds(engine, tables=tables)
+                findings += check_handlers(engine, identities, tables=tables) if apps else []
         fatal = sum(finding.fatal for finding in findings)
         if as_json:
             answer = {"ready": not fatal, "findings": [asdict(finding) for finding in findings]}
@@ -136,12 +142,6 @@ def _for_cleanup(found: Ages, tables: DedupTables) -> str | None:
 
 
 # --app ------------------------------------------------------------------------------------------------------------
-
-
-def _identities_of(places: tuple[str, ...]) -> frozenset[str]:
-    """Import the dispatchers and return the identities of all their handlers."""
-    kinds = (Dispatcher, AsyncDispatcher)
-    return frozenset().union(*(from_application(place, kinds, _EXAMPLE).identities for place in places))
 
 
 def from_application(place: str, kinds: tuple[type[Any], ...], example: str) -> Any:

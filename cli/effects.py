@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import getpass
-import re
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -14,19 +13,26 @@ import click
 
 from projector_dedup.effects import AsyncEffects, Effects, EffectTables, Settled
 from projector_dedup.effects.steps import State
-from projector_dedup.maintenance.effects import StoredEffect, find_effect, find_effects
+from projector_dedup.maintenance.effects import (
+    Decided,
+    StoredEffect,
+    count_overdue,
+    find_effect,
+    find_effects,
+    mark_seen,
+)
 from projector_dedup.maintenance.effects import resolve as decide
 from projector_dedup.maintenance.state import duration, moment_with_zone
 from projector_dedup.message import printable
 
 from .check import from_application
-from .options import EXIT_CODES, Deployment, WholeNumber, database_options, debug_option
+from .options import EXIT_CODES, Deployment, WholeNumber, database_options, debug_option, overdue_option, span
 from .output import Failed, json_option, one_line, print_json, say, table
 from .rows import readable
 
 _options = partial(database_options, kinds=[EffectTables])
 _EXAMPLE = "myapp.shop:effects"
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+_DECISIONS: dict[str, Decided] = {"done": "done", "rejected": "rejected", "not-done": "not done"}
 
 _NEXT = {
     State.ARMED: "`idempotency effects settle --app ...` sends it",
@@ -34,15 +40,8 @@ _NEXT = {
     State.KEPT: "`idempotency effects settle --app ...` records it; the error above is why that failed before",
     State.DECIDED: "`idempotency effects settle --app ...` records it",
     State.STOPPED: "search for the provider key at the provider, then run `idempotency effects resolve`",
+    State.DOUBLE: "look at the provider, undo one of both deeds, then run `idempotency effects resolve KEY --seen`",
 }
-
-
-def span(text: str) -> timedelta:
-    """Return the duration of a text such as 90s, 15m, 2h or 1d."""
-    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
-    if found is None:
-        raise click.BadParameter("write a number and s, m, h or d, for example 15m")
-    return timedelta(**{_UNITS[found[2]]: int(found[1])})
 
 
 def _one_of(command: Any) -> Any:
@@ -77,14 +76,22 @@ def effects() -> None:
 @effects.command("list", epilog=EXIT_CODES)
 @_options
 @click.option("--unknown", is_flag=True, help="List only effects that may or may not have been done.")
-@click.option("--older-than", type=span, default="0s", help="List only effects armed longer ago: 15m, 2h, 1d.")
+@click.option("--older-than", type=span, help="List only effects armed longer ago: 15m, 2h, 1d.  [default: all]")
+@overdue_option
 @click.option("--limit", type=WholeNumber(min=1), default=1000, show_default=True, help="List at most this many.")
 @json_option
-def list_effects(deployment: Deployment, unknown: bool, older_than: timedelta, limit: int, as_json: bool) -> None:
+def list_effects(
+    deployment: Deployment,
+    unknown: bool,
+    older_than: timedelta | None,
+    overdue: timedelta,
+    limit: int,
+    as_json: bool,
+) -> None:
     """List the effects that are not finished.
 
-    Run it from monitoring: the exit code is 1 if an effect needs a decision of a person. Effects that need a person
-    come first, then the oldest.
+    Run it from monitoring: the exit code is 1 if an effect needs a person, or is overdue. Effects that need a person
+    come first, then the oldest. An effect that was done twice is listed until a person has seen it.
 
     \b
     Examples:
@@ -94,11 +101,12 @@ def list_effects(deployment: Deployment, unknown: bool, older_than: timedelta, l
     with deployment.opened() as engine:
         asked: dict[str, Any] = {"unknown": unknown, "older_than": older_than, "tables": _tables(deployment)}
         found = find_effects(engine, limit=limit + 1, **asked)
+        late = count_overdue(engine, overdue, tables=_tables(deployment))
     more, found = len(found) > limit, found[:limit]
     if as_json:
         print_json({**deployment.place, "complete": not more, "effects": [_as_object(each) for each in found]})
     elif not found:
-        asked_for = " matches the options" if unknown or older_than else ""
+        asked_for = " matches the options" if unknown or older_than is not None else ""
         say(f"{deployment}: no unfinished effect{asked_for}.")
     else:
         table(
@@ -117,9 +125,14 @@ def list_effects(deployment: Deployment, unknown: bool, older_than: timedelta, l
             right=("attempts",),
         )
         say("There are more effects: raise --limit." if more else "")
-    people = sum(each.state == State.STOPPED for each in found)
+    people = sum(each.state in (State.STOPPED, State.DOUBLE) for each in found)
     if people:
         raise Failed(f"effects that need a person: {people}; run `idempotency effects show KEY` for each")
+    if late:
+        raise Failed(
+            f"effects that have been armed or due for more than {duration(overdue)}: {late}; run `idempotency effects "
+            "settle --app ...` from cron, and read its log lines"
+        )
 
 
 @effects.command(epilog=EXIT_CODES)
@@ -143,7 +156,7 @@ def show(deployment: Deployment, key: str, effect: str | None, scope: str | None
         print_json({**deployment.place, **_as_object(found, values=values)})
         return
     for name, value in _as_object(found, values=values).items():
-        if value is not None:
+        if value not in (None, []):
             click.echo(f"{name.replace('_', ' '):<14}  {printable(_text(value))}")
     if found.state in _NEXT:
         say(f"Next: {_NEXT[found.state]}.")
@@ -152,10 +165,16 @@ def show(deployment: Deployment, key: str, effect: str | None, scope: str | None
 @effects.command(epilog=EXIT_CODES)
 @_options
 @_one_of
-@click.option("--attempt", type=WholeNumber(min=0), required=True, help="The number of attempts that `show` printed.")
+@click.option("--attempt", type=WholeNumber(min=0), help="The number of attempts that `show` printed.")
 @click.option("--done", metavar="JSON", help="The effect was done, with this value: '\"pi_77\"', or null.")
 @click.option("--rejected", metavar="CODE", help="The provider rejected the effect, or you cancel it.")
 @click.option("--not-done", is_flag=True, help="The effect was not done, so `settle` sends it again.")
+@click.option("--seen", is_flag=True, help="You have looked at an effect that was done twice, and have undone one.")
+@click.option(
+    "--instead-of",
+    type=click.Choice(["done", "rejected", "not-done"]),
+    help="The decision that yours replaces, if another person has decided before.",
+)
 @click.option("--reason", required=True, help="How you know this. The row keeps the text.")
 @click.option("--by", "who", help="The person who decides.  [default: the user of this machine]")
 def resolve(
@@ -163,28 +182,39 @@ def resolve(
     key: str,
     effect: str | None,
     scope: str | None,
-    attempt: int,
+    attempt: int | None,
     done: str | None,
     rejected: str | None,
     not_done: bool,
+    seen: bool,
+    instead_of: str | None,
     reason: str,
     who: str | None,
 ) -> None:
     """Decide whether the effect of KEY was done. The next `settle` records the decision.
 
     Use it for an effect that needs a person, after you checked the provider. The command writes nothing if a newer
-    attempt exists, if an attempt is running, or if the effect has an outcome. To cancel an effect that was never sent,
-    give --attempt 0 --rejected cancelled.
+    attempt exists, if an attempt is running, if the effect has an outcome, or if another person has decided before. To
+    cancel an effect that was never sent, give --attempt 0 --rejected cancelled.
 
     \b
     Examples:
       idempotency effects resolve o7 --attempt 2 --done '"pi_7"' --reason seen
       idempotency effects resolve o7 --attempt 2 --not-done --reason "not there"
       idempotency effects resolve o7 --attempt 0 --rejected void --reason asked
+      idempotency effects resolve o7 --seen --reason "refunded pi_8"
     """
-    if (done is not None) + (rejected is not None) + not_done != 1:
-        raise click.UsageError("give one of --done JSON, --rejected CODE and --not-done")
+    if (done is not None) + (rejected is not None) + not_done + seen != 1:
+        raise click.UsageError("give one of --done JSON, --rejected CODE, --not-done and --seen")
+    if (attempt is None) != seen:
+        raise click.UsageError("give --attempt with a decision, and not with --seen")
+    who = who or getpass.getuser()
+    place: dict[str, Any] = {"effect": effect, "scope": scope, "tables": _tables(deployment)}
     with deployment.opened() as engine:
+        if attempt is None:
+            found = mark_seen(engine, key, why=reason, who=who, **place)
+            say(f"{printable(found.effect)}, key {printable(found.key)}: {found.state}, and seen by {printable(who)}.")
+            return
         found = decide(
             engine,
             key,
@@ -193,10 +223,9 @@ def resolve(
             value=done,
             code=rejected,
             why=reason,
-            who=who or getpass.getuser(),
-            effect=effect,
-            scope=scope,
-            tables=_tables(deployment),
+            who=who,
+            instead_of=_DECISIONS[instead_of] if instead_of else None,
+            **place,
         )
     say(f"{printable(found.effect)}, key {printable(found.key)}: {found.state}. Next: {_NEXT[State.DECIDED]}.")
 
@@ -246,6 +275,8 @@ def _as_object(found: StoredEffect, *, values: bool = False) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(_text, value))
     if isinstance(value, dict):
         return ", ".join(f"{name} {each}" for name, each in value.items() if each is not None)
     if isinstance(value, timedelta):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -228,3 +230,25 @@ def database_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupT
     for option in options:
         run = option(run)
     return run
+
+
+# Spans of time ----------------------------------------------------------------------------------------------------
+
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+def span(text: str) -> timedelta:
+    """Return the duration of a text such as 90s, 15m, 2h or 1d."""
+    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    if found is None:
+        raise click.BadParameter("write a number and s, m, h or d, for example 15m")
+    return timedelta(**{_UNITS[found[2]]: int(found[1])})
+
+
+overdue_option = click.option(
+    "--overdue",
+    type=span,
+    default="15m",
+    show_default=True,
+    help="Exit with 1 for an effect that was armed or due longer ago than this.",
+)

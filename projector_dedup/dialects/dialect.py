@@ -270,6 +270,9 @@ class Dialect(ABC):
         ``marker`` is the table of the claim, or None without a claim.
         """
 
+    def limit_waits(self, connection: Connection) -> None:  # most servers have a limit of their own
+        """Limit how long a statement of the transaction waits for a lock, where the server would wait for ever."""
+
     def begin_around(self, connection: Connection, marker: Table | None) -> None:
         """Send BEGIN before the savepoint of an external transaction, which would else be the transaction itself."""
         self.begin(connection, marker, None)

@@ -28,6 +28,7 @@ from sqlalchemy import (
     func,
     literal_column,
     select,
+    text,
     true,
     union_all,
 )
@@ -73,6 +74,9 @@ _TRANSIENT = {
     "72000",  # snapshot_too_old
 }
 _LOCK_TIMEOUT = "55P03"
+_LIMIT_WAITS = text(
+    "SELECT set_config('lock_timeout', '30s', true) WHERE current_setting('lock_timeout') = '0'"  # 0: for ever
+)
 _UNIQUE = {"23505", "23P01"}  # unique_violation, exclusion_violation
 _FOREIGN_KEY = "23503"
 _NO_TABLE = {
@@ -175,6 +179,10 @@ class PostgreSQL(Dialect):
         """Insert a row, and return False if its key is there: an error would abort the transaction."""
         statement = insert(table).values(values).on_conflict_do_nothing(index_elements=_CONFLICT)
         return insert_and_count(connection, statement.execution_options(preserve_rowcount=True), {}) == 1
+
+    def limit_waits(self, connection: Connection) -> None:
+        """Set ``lock_timeout`` to 30 seconds until the transaction ends, if the server would wait for ever."""
+        connection.execute(_LIMIT_WAITS)
 
     def claim(
         self, connection: Connection, statement: Executable, marker: Table, key: Mapping[str, Any], *, names: int = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    ColumnElement,
     Index,
     Integer,
     MetaData,
@@ -26,21 +28,27 @@ from sqlalchemy import (
     case,
     delete,
     func,
+    or_,
     select,
     update,
 )
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError
 
 from ..commands.operation import derived_id
 from ..commands.record import MAX_CODEC_BYTES, RESULT, RecordKey
-from ..dialects import dialect_of
+from ..dialects import Dialect, Failure, dialect_of
 from ..dialects.columns import exact_bytes, exact_text, now_ms, utc_now
+from ..errors import InProgress
 from ..message import printable
 from ..tables import DedupTables, key_tables
 
 DEFAULT_NAME = "external_effect"
 DONE = RESULT  #: the outcomes of effects are numbered like those of commands
+DOUBLE = 9  #: in ``evidence_outcome``: done, as another attempt was, which no person has seen yet
 ATTEMPT, ASKED, PERSON = "attempt", "ask", "person"  #: who has decided an outcome
+HAPPENED = ("armed_at", "first_sent_at", "ended_at", "stopped_at")  #: columns with times of what has happened
+AHEAD = 60_000  #: milliseconds by which such a time may be later than the database's clock
 MAX_ERROR = 500  # characters of an error's text that are kept
 
 
@@ -93,8 +101,8 @@ def make_effect_tables(metadata: MetaData, name: str = DEFAULT_NAME, schema: str
         Column("stopped_at", BigInteger(), nullable=True),  # when the policy ended; a person must decide
         Column("decision", Text(), nullable=True),  # of a person, as JSON, until it is recorded
         Column("evidence_attempt", Integer(), nullable=True),
-        Column("evidence_outcome", SmallInteger(), nullable=True),
-        Column("evidence", exact_bytes(), nullable=True),  # the value of an attempt that could not be recorded
+        Column("evidence_outcome", SmallInteger(), nullable=True),  # of an attempt that could not be recorded
+        Column("evidence", exact_bytes(), nullable=True),  # its value; NULL: a value that cannot be stored
         Column("error", Text(), nullable=True),  # of the last attempt or ask
         Column("outcome", SmallInteger(), nullable=True),
         Column("decided_by", exact_text(10), nullable=True),
@@ -165,6 +173,7 @@ class Seen:
     outcome: int | None
     decided_by: str | None
     result: bytes | None
+    processed_at: datetime | None
     now: int
 
     @classmethod
@@ -178,6 +187,16 @@ class Seen:
     def key(self) -> tuple[str, str]:
         """The message id and the handler, which identify the row."""
         return self.message_id, self.handler
+
+    @property
+    def is_unstorable(self) -> bool:
+        """True if an attempt, or an ask, has returned a value that cannot be stored."""
+        return self.evidence_outcome is not None and self.evidence is None
+
+    @property
+    def was_sent_ahead(self) -> bool:
+        """True if an attempt began or ended in the future: the database's clock was ahead then."""
+        return max(self.first_sent_at or 0, self.ended_at or 0) > self.now + AHEAD
 
     @property
     def last_ended_at(self) -> int:
@@ -200,6 +219,23 @@ class Change:
     is_in: Callable[[Seen | None], bool]  #: True if the row (None: it is gone) has this change
 
 
+class RowHeld(InProgress):
+    """Another transaction holds the row of the effect."""
+
+
+def lock(connection: Connection, dialect: Dialect, table: Table, message_id: str, handler: str) -> None:
+    """Lock the row without waiting. Raises ``RowHeld``. SQLite, which has no locks of rows, locks nothing."""
+    locking = select(table.c.handler).where(*_is(table, message_id, handler)).with_for_update(nowait=True)
+    try:
+        connection.execute(locking)
+    except DBAPIError as error:
+        if dialect.classify(error) is Failure.LOCK_TIMEOUT:
+            raise RowHeld(
+                f"another transaction holds the row of effect {printable(handler)}; try again later"
+            ) from error
+        raise
+
+
 def new_token() -> str:
     """Return a token that no other change of any row has."""
     return uuid4().hex
@@ -212,11 +248,21 @@ def read(connection: Connection, table: Table, message_id: str, handler: str) ->
 
 
 def due(connection: Connection, table: Table, names: list[str], until: int | None, limit: int) -> list[Seen]:
-    """Return the rows of these effects that are due, oldest first. They are not locked."""
+    """Return the rows of these effects that are due, oldest first. They are not locked.
+
+    Rows of the time when the database's clock was ahead are due, too.
+    """
     until_then = select(now_ms()).scalar_subquery() if until is None else until  # else PostgreSQL reads every row
-    wanted = table.c.handler.in_(names) & (table.c.next_at <= until_then)
+    ready = (table.c.next_at <= until_then) | is_ahead(table)
+    wanted = table.c.handler.in_(names) & (table.c.next_at > 0) & ready  # an index has the rows with a next_at
     rows = connection.execute(_select(table).where(wanted).order_by(table.c.next_at).limit(limit)).mappings()
     return [_seen(row) for row in rows]
+
+
+def is_ahead(table: Table) -> ColumnElement[bool]:
+    """Return the condition that something has happened in the future: the database's clock was ahead then."""
+    now = select(now_ms()).scalar_subquery()
+    return or_(*(table.c[name] > now + AHEAD for name in HAPPENED))
 
 
 def overdue(connection: Connection, table: Table, known: set[str], ms: int) -> list[tuple[str, int]]:
@@ -271,17 +317,19 @@ def release(table: Table, row: Seen, held: str, next_in: int | None, *, over: bo
     if "lease_until" in values:
         conditions.append(_has_lease(table, row))
     if not over:
-        conditions.append(table.c.evidence.is_(None))
+        conditions.append(_has_no_evidence(table))
     next_at = None if next_in is None else now_ms() + next_in
     given = {"lease_until": None, "next_at": next_at, **values}
-    if "error" in given:  # in ASCII: the database, or the connection, may have no other letters
-        given["error"] = given["error"].encode("ascii", "backslashreplace").decode()[:MAX_ERROR]
+    if "error" in given:
+        given["error"] = _kept_text(given["error"])
     return _by(update(table).where(*conditions).values(given), lambda now: _has(now, token=values.get("token")))
 
 
-def keep(table: Table, row: Seen, token: str, next_in: int, kept: dict[str, Any], error: str) -> Change:
+def keep(
+    table: Table, row: Seen, token: str, next_in: int | None, kept: dict[str, Any], error: str, **times: Any
+) -> Change:
     """End the attempt, and keep its ``evidence`` in the row, unless the row has evidence or an outcome."""
-    given_back = release(table, row, token, next_in, **kept, ended_at=now_ms(), error=error)
+    given_back = release(table, row, token, next_in, **kept, ended_at=now_ms(), error=error, **times)
     return replace(given_back, is_in=lambda now: _has(now, token=token, **kept))
 
 
@@ -293,31 +341,36 @@ def mark_armed(connection: Connection, table: Table, message_id: str, handler: s
 
 def remove(table: Table, row: Seen, token: str) -> Change:
     """Delete a row that ``run`` made, and of which nothing was sent: nobody asked for it to be driven."""
-    unfinished = (table.c.outcome.is_(None), table.c.evidence.is_(None), table.c.armed.is_(False))
+    unfinished = (table.c.outcome.is_(None), _has_no_evidence(table), table.c.armed.is_(False))
     return _by(delete(table).where(_has_token(table, row, token), *unfinished), lambda now: now is None)
 
 
-def finish(table: Table, row: Seen, token: str, outcome: int, data: bytes, by: str, *, over: bool) -> Change:
+def finish(table: Table, row: Seen, token: str, outcome: int, data: bytes | None, by: str, *, over: bool) -> Change:
     """Record the outcome. ``over``: also over evidence. An outcome is never written again."""
     conditions = [_has_token(table, row, token), table.c.outcome.is_(None)]
     if not over:
-        conditions.append(table.c.evidence.is_(None))
+        conditions.append(_has_no_evidence(table))
+    is_double = table.c.evidence_outcome == DOUBLE
     values = {
         "outcome": outcome,
         "result": data,
         "decided_by": by,
-        "processed_at": utc_now(),
+        "processed_at": case((is_double, None), else_=utc_now()),
+        "ended_at": func.coalesce(table.c.ended_at, now_ms()) if by == ATTEMPT else table.c.ended_at,
         "lease_until": None,
         "next_at": None,
         "stopped_at": None,
-        "error": None,
+        "error": case((is_double, table.c.error), else_=None),
     }
     statement = update(table).where(*conditions).values(values)
     return _by(statement, lambda now: _has(now, token=token, outcome=outcome, result=data))
 
 
-def evidence(outcome: int, data: bytes, attempt: int | None) -> dict[str, Any]:
-    """Return the values of a row that keep what an ``attempt``, or an ask (None), was told and could not record."""
+def evidence(outcome: int, data: bytes | None, attempt: int | None) -> dict[str, Any]:
+    """Return the values of a row that keep what an ``attempt``, or an ask (None), was told and could not record.
+
+    ``data`` is None for a value that cannot be stored.
+    """
     return {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
 
 
@@ -328,11 +381,23 @@ def keep_beside(table: Table, row: Seen, token: str, attempt: int, values: dict[
     """
     column, late = table.c, (*_is(table, *row.key), table.c.token != token)
     if values["evidence_outcome"] == DONE:
-        free = column.evidence.is_(None) | (column.evidence_outcome != DONE)
+        free = _has_no_evidence(table) | column.evidence_outcome.not_in((DONE, DOUBLE))
     else:
-        free = column.evidence.is_(None) & (column.attempt == attempt)
+        free = _has_no_evidence(table) & (column.attempt == attempt)
     next_at = case((column.outcome.is_(None), now_ms()), else_=None)  # what has stopped is recorded now
     return _by(update(table).where(*late, free).values(values | {"next_at": next_at}), lambda now: _has(now, **values))
+
+
+def mark_double(table: Table, row: Seen, error: str) -> Change:
+    """Mark the row as done twice: it is not finished, and cleanup keeps it, until a person has seen it."""
+    done = (*_is(table, *row.key), table.c.evidence_outcome == DONE)
+    marked = update(table).where(*done).values(evidence_outcome=DOUBLE, processed_at=None, error=_kept_text(error))
+    return _by(marked, lambda now: _has(now, evidence_outcome=DOUBLE))
+
+
+def _kept_text(error: str) -> str:
+    """Return the text in ASCII: the database, or the connection, may have no other letters."""
+    return error.encode("ascii", "backslashreplace").decode()[:MAX_ERROR]
 
 
 def shown(error: BaseException) -> str:
@@ -366,8 +431,12 @@ def _has_token(table: Table, row: Seen, token: str) -> Any:
 
 def _is_unchanged(table: Table, row: Seen) -> Any:
     """Return the condition that the row is as it was read: the end of an attempt changes no token."""
-    column, lease = table.c, _has_lease(table, row)
-    return _has_token(table, row, row.token) & column.outcome.is_(None) & column.evidence.is_(None) & lease
+    unfinished = table.c.outcome.is_(None) & _has_no_evidence(table)
+    return _has_token(table, row, row.token) & unfinished & _has_lease(table, row)
+
+
+def _has_no_evidence(table: Table) -> Any:
+    return table.c.evidence_outcome.is_(None)
 
 
 def _has_lease(table: Table, row: Seen) -> Any:

@@ -10,11 +10,13 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
 from enum import Enum, auto
 from functools import partial
+from hashlib import sha256
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from sqlalchemy import Table
@@ -23,7 +25,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from ..asyncio_names import AsyncSession, async_sessionmaker
-from ..commands.codecs import as_json, encoded
+from ..commands.codecs import as_json, encoded, is_same
 from ..commands.codecs import json as json_codec
 from ..commands.errors import Rejected, ResultError, ResultUnreadableError
 from ..commands.record import REJECTED, RecordKey
@@ -31,7 +33,7 @@ from ..commands.runner import MAX_RESULT_BYTES
 from ..delivery import deliver
 from ..dialects import Dialect
 from ..dialects.columns import now_ms
-from ..errors import HandlerDefinitionError, InProgress, OvertakenError, ProjectorDedupError, UnsafeSessionError
+from ..errors import HandlerDefinitionError, InProgress, OvertakenError, RetriesExhaustedError, UnsafeSessionError
 from ..handler import check_result
 from ..markers import library_errors, marker_key
 from ..message import logger_of, printable
@@ -50,6 +52,7 @@ from .record import (
     ASKED,
     ATTEMPT,
     DONE,
+    DOUBLE,
     PERSON,
     Change,
     EffectTables,
@@ -101,6 +104,7 @@ class _Transaction:
         def changes(connection: Connection, dialect: Dialect) -> bool:
             dialect.refuse_marker(connection, self.tables.marker)
             with library_errors(connection, dialect, self.tables):
+                dialect.limit_waits(connection)
                 return self.change(connection, dialect)
 
         return uow.claim_by(marker_key(*self.key), changes)
@@ -135,12 +139,15 @@ class _Changing:
     change: Change | None
     otherwise: Callable[[Seen | None], Change | None]
     reads: bool  #: True reads the row in any case
+    waits: bool  #: False raises ``RowHeld`` if another transaction holds the row
     made: Change | None = None  #: the change that the row has
     now: Seen | None = None  #: the row as it was read
     _written: Change | None = None  # by an earlier run, whose COMMIT may have lost its reply
 
-    def run(self, connection: Connection, _: Dialect) -> bool:
+    def run(self, connection: Connection, dialect: Dialect) -> bool:
         """Change the row. Return True if there is something to commit."""
+        if not self.waits:
+            record.lock(connection, dialect, self.table, *self.key)
         made = self.change if self.change is not None and self.change.run(connection) else None
         if made is None or self.reads:
             self.now = record.read(connection, self.table, *self.key)
@@ -166,6 +173,7 @@ class Settled:
     stopped: int = 0  #: the policy has ended, and a person must decide
     failed: int = 0  #: the effect could not be recorded or read; see the log
     skipped: int = 0  #: another process was faster, or it was too early
+    held: int = 0  #: another transaction holds the row of the effect, so ``settle`` has passed it over
 
     def __str__(self) -> str:
         return ", ".join(f"{getattr(self, each.name)} {each.name.replace('_', ' ')}" for each in fields(self))
@@ -176,7 +184,7 @@ class _Outcome:
     """The outcome of an effect, from an attempt, an ask function or a person."""
 
     number: int  #: DONE or REJECTED
-    data: bytes  #: the value or the rejection, as it is stored
+    data: bytes | None  #: the value or the rejection, as it is stored; None for a value that cannot be stored
     by: str
     result: Any  #: the value, or ``Rejected``
 
@@ -238,6 +246,11 @@ class _Effects(NamedInErrors):
             if self._known.setdefault(self._checked(each).identity, each) is not each:
                 raise HandlerDefinitionError(f"two effects have the name {each.identity}; give each its own name=")
 
+    @property
+    def identities(self) -> frozenset[str]:
+        """The names of the effects."""
+        return frozenset(self._known)
+
     def permit_external_transaction(self, permitted: bool) -> bool:
         """Permit or forbid an outer transaction, and return the previous setting. For ``external_transaction``."""
         before = self._options.external
@@ -279,6 +292,8 @@ class _Effects(NamedInErrors):
             if step.do is Do.RECORD:
                 self._record_left(effect, row)
                 continue
+            if row.is_unstorable:
+                raise EffectUnknown(f"{_label(row)} was done, and its value cannot be stored; a person must decide")
             if row.lease_until is None or step.until != row.lease_until:
                 raise EffectUnknown(
                     f"an attempt at {_label(row)} ended without an answer, and the policy does not permit to send it "
@@ -323,16 +338,21 @@ class _Effects(NamedInErrors):
         _refuse_within("settle()")
         if limit < 1:
             raise ValueError(f"limit (the number of effects to handle) must be at least 1, not {limit}")
-        settled, seen, until = Settled(), set[tuple[str, str]](), None
-        while len(seen) < limit:
-            rows = self._due(until, min(_FOUND_AT_ONCE, limit - len(seen)))
+        settled, seen, held, until = Settled(), set[tuple[str, str]](), list[Seen](), None
+        while (left := limit - len(seen) + len(held)) > 0:
+            rows = self._due(until, min(_FOUND_AT_ONCE, left) + len(held))
             new = [row for row in rows if row.key not in seen]
             if not new:
                 break
             until = until or new[0].now  # leave rows that become due later to the next run
             for row in new:
                 seen.add(row.key)
-                self._settle_one(self._known[row.handler], row, settled)
+                if not self._settle_one(self._known[row.handler], row, settled):
+                    held.append(row)
+        for row in held:  # a row that was held for a moment is free now
+            if not self._settle_one(self._known[row.handler], row, settled):
+                logger.warning("%s: passed over, because another transaction holds its row", _label(row))
+                settled.held += 1
         return settled
 
     def _due(self, until: int | None, limit: int) -> list[Seen]:
@@ -358,22 +378,21 @@ class _Effects(NamedInErrors):
                 name,
             )
 
-    def _settle_one(self, effect: Definition[Any, Any], row: Seen, settled: Settled) -> None:
-        """Do what the policy permits. Log an error instead of raising it, so that ``settle`` continues."""
+    def _settle_one(self, effect: Definition[Any, Any], row: Seen, settled: Settled) -> bool:
+        """Do what the policy permits. Log an error instead of raising it, so that ``settle`` continues.
+
+        Return False, and do nothing, if another transaction holds the row.
+        """
         step = next_step(row, effect.unknown, effect.lease.ms)
         try:
             if step.do is Do.RECORD:
                 outcome = self._record_left(effect, row)
                 _count(settled, outcome)
             elif step.do is Do.STOP:
-                if self._release(row, row.token, None, stopped_at=now_ms(), lease_until=row.lease_until):
-                    logger.warning("%s: the policy has ended; a person must decide", _label(row))
-                    self._report("stopped", row)
-                    settled.stopped += 1
-                else:
-                    settled.skipped += 1
+                self._stop(effect, row, settled)
             elif step.do is Do.WAIT:
-                self._release(row, row.token, None, next_at=step.until, lease_until=row.lease_until)
+                until = step.until  # also beside evidence, which is recorded when the running attempt has ended
+                self._release(row, row.token, None, over=True, waits=False, next_at=until, lease_until=row.lease_until)
                 settled.skipped += 1
             elif step.do is Do.ANSWER or (taken := self._take(effect, row, step)) is None:
                 settled.skipped += 1
@@ -382,6 +401,8 @@ class _Effects(NamedInErrors):
                 settled.done += 1
             else:
                 _count(settled, self._ask(taken))
+        except record.RowHeld:
+            return False
         except Rejected:
             settled.rejected += 1
         except NotDone:
@@ -394,7 +415,26 @@ class _Effects(NamedInErrors):
             if not isinstance(error, NotRecordedError | LeaseLostError):  # these were already observed
                 self._report("failed", row, error=error)
             if step.do is not Do.WAIT:  # does nothing if the row was taken
-                self._release(row, row.token, pace(row, effect.lease.ms), over=True, lease_until=row.lease_until)
+                again = pace(row, effect.lease.ms)
+                with suppress(record.RowHeld, RetriesExhaustedError):  # the row stays due
+                    self._release(row, row.token, again, over=True, waits=False, lease_until=row.lease_until)
+        return True
+
+    def _stop(self, effect: Definition[Any, Any], row: Seen, settled: Settled) -> None:
+        """Leave the effect to a person. An attempt that is running may still record its outcome."""
+        lease_until = None if row.lease_until is None else min(row.lease_until, row.now + effect.lease.ms)
+        stop = {"stopped_at": now_ms(), "lease_until": lease_until}
+        if not self._release(row, row.token, None, over=row.is_unstorable, waits=False, **stop):
+            settled.skipped += 1
+            return
+        why = "the policy has ended"
+        if row.is_unstorable:
+            why = "it was done, and its value cannot be stored"
+        elif row.was_sent_ahead:
+            why = "the database's clock was ahead during an attempt"
+        logger.warning("%s: %s; a person must decide", _label(row), why)
+        self._report("stopped", row)
+        settled.stopped += 1
 
     def _take(self, effect: Definition[Any, Any], row: Seen, step: Step) -> _Taken | None:
         """Take the row for the step with one statement. Return None if another process was faster."""
@@ -402,7 +442,7 @@ class _Effects(NamedInErrors):
         taken = _taken(effect, row, token, time.monotonic(), step)
         take = record.take_to_ask if step.do is Do.ASK else record.take
         change = take(self._tables.marker, row, token, effect.lease.ms, latest=step.latest)
-        if self._change(row.key, change).made is None:
+        if self._change(row.key, change, waits=False).made is None:
             return None
         self._report_armed(taken)
         return taken
@@ -417,10 +457,6 @@ class _Effects(NamedInErrors):
         effect, row = taken.effect, taken.row
         try:
             value = self._call(effect, effect.function, taken)
-            try:
-                data = self._encoded(effect, value)
-            except ResultError as error:
-                raise ResultError(f"{shown(error)[:200]}; it was {_shown_value(value)}") from error
         except Rejected as rejected:
             self._record(taken, _Outcome(REJECTED, _rejection(rejected), ATTEMPT, rejected))
             raise
@@ -435,7 +471,7 @@ class _Effects(NamedInErrors):
         except Exception as error:
             self._give_back(taken, error)
             raise EffectUnknown(f"an attempt at {_label(row)} ended without an answer ({shown(error)})") from error
-        self._record(taken, _Outcome(DONE, data, ATTEMPT, value))
+        self._record(taken, self._done(taken, value, ATTEMPT))
         return value
 
     def _ask(self, taken: _Taken) -> int | None:
@@ -444,7 +480,6 @@ class _Effects(NamedInErrors):
         assert asked is not None  # noqa: S101  # the step is Do.ASK
         try:
             value = self._call(effect, asked.function, taken)
-            data = self._encoded(effect, value)
         except Rejected as rejected:
             self._record(taken, _Outcome(REJECTED, _rejection(rejected), ASKED, rejected))
             return REJECTED
@@ -454,7 +489,7 @@ class _Effects(NamedInErrors):
         except Exception as error:  # StillUnknown or any other error: the provider does not know
             self._give_back(taken, error, ended_at=row.last_ended_at)
             raise EffectUnknown(f"the provider does not know whether {_label(row)} was done") from error
-        self._record(taken, _Outcome(DONE, data, ASKED, value))
+        self._record(taken, self._done(taken, value, ASKED))
         return DONE
 
     def _call(self, effect: Definition[Any, Any], function: Callable[..., Any], taken: _Taken) -> Any:
@@ -465,10 +500,27 @@ class _Effects(NamedInErrors):
         check_result(effect.identity, value, asynchronous=False)
         return value
 
-    def _encoded(self, effect: Definition[Any, Any], value: Any) -> bytes:
-        data = encoded(effect.codec, value, f"{effect.identity} returned {type(value).__name__}")
-        refuse_large(data, self._max_result_bytes, f"the value of {effect.identity}")
-        return data
+    def _done(self, taken: _Taken, value: Any, by: str) -> _Outcome:
+        """Return the outcome of an attempt or an ask that returned ``value``.
+
+        If the value cannot be stored, keep in the row that it was returned, and raise ``NotRecordedError``.
+        """
+        effect, row = taken.effect, taken.row
+        try:
+            data = encoded(effect.codec, value, f"{effect.identity} returned {type(value).__name__}")
+            refuse_large(data, self._max_result_bytes, f"the value of {effect.identity}")
+        except ResultError as error:
+            why = shown(error)  # names the type of the value, which may contain secrets
+        else:
+            return _Outcome(DONE, data, by, value)
+        kept = record.evidence(DONE, None, taken.attempt.number if by == ATTEMPT else None)
+        keep = record.keep(self._tables.marker, row, taken.token, None, kept, why, stopped_at=now_ms())
+        if self._change(row.key, keep).made is None:
+            self._keep_beside(taken, _Outcome(DONE, None, by, value))
+        text = f"{_label(row)} was done, but its value cannot be stored; a person must decide ({why})"
+        logger.error("%s", text)
+        self._report("stopped", row, taken)
+        raise NotRecordedError(text, value)
 
     def _give_back(
         self, taken: _Taken, error: Exception, *, at_once: bool = False, delete: bool = False, **values: Any
@@ -486,9 +538,11 @@ class _Effects(NamedInErrors):
             row, taken.token, 0 if at_once else pace(row, taken.effect.lease.ms, sent=not nothing_sent), **given
         )
 
-    def _release(self, row: Seen, held: str, next_in: int | None, *, over: bool = False, **values: Any) -> bool:
+    def _release(
+        self, row: Seen, held: str, next_in: int | None, *, over: bool = False, waits: bool = True, **values: Any
+    ) -> bool:
         release = record.release(self._tables.marker, row, held, next_in, over=over, **values)
-        return self._change(row.key, release).made is not None
+        return self._change(row.key, release, waits=waits).made is not None
 
     # The outcome --------------------------------------------------------------------------------------------------
 
@@ -516,11 +570,13 @@ class _Effects(NamedInErrors):
         if found is _Found.DOUBLE:
             raise self._double(taken, outcome)
 
-    def _finish(self, effect: Definition[Any, Any], row: Seen, token: str, outcome: _Outcome) -> _Found:
+    def _finish(
+        self, effect: Definition[Any, Any], row: Seen, token: str, outcome: _Outcome, *, waits: bool = True
+    ) -> _Found:
         """Write the outcome, and call ``recorded`` or ``refused`` in the same transaction."""
         found = _Found.MINE
         finish = partial(record.finish, self._tables.marker, row, token, outcome.number, outcome.data, outcome.by)
-        recording = finish(over=row.evidence is not None)
+        recording = finish(over=row.evidence_outcome is not None)
 
         def otherwise(now: Seen | None) -> Change | None:
             nonlocal found
@@ -529,12 +585,12 @@ class _Effects(NamedInErrors):
                 found = _Found.TAKEN_OVER
                 return None
             evidence = now.evidence_outcome, now.evidence
-            of_attempt = row.evidence is None and now.evidence_attempt is not None
+            of_attempt = row.evidence_outcome is None and now.evidence_attempt is not None
             if of_attempt and outcome.by == ATTEMPT and _is_double(effect, outcome, *evidence):
                 found = _Found.DOUBLE
             if now.outcome is not None:  # another process has recorded the same outcome
                 return None
-            if now.evidence_outcome == DONE and not (outcome.by == ATTEMPT and outcome.number == DONE):
+            if now.evidence_outcome in (DONE, DOUBLE) and not (outcome.by == ATTEMPT and outcome.number == DONE):
                 found = _Found.OVERRULED
                 return record.release(self._tables.marker, row, token, 0, over=True)  # the next settle records it
             return finish(over=True)
@@ -546,7 +602,7 @@ class _Effects(NamedInErrors):
                 return None
             return lambda: function(*_own_arguments(effect, row, outcome), uow.handlers_session)
 
-        self._change(row.key, recording, otherwise, handler)
+        self._change(row.key, recording, otherwise, handler, waits=waits)
         if found is _Found.OVERRULED:
             logger.error("%s: an earlier attempt was done, but a later answer differs: check the provider", _label(row))
             raise EffectUnknown(f"{_label(row)} was done by an earlier attempt; `settle` records its value")
@@ -585,13 +641,22 @@ class _Effects(NamedInErrors):
         self._report("fenced", row, taken)
         text = f"the outcome of {_label(row)} came after another process had taken over the effect"
         text += "; the row keeps the outcome" if kept else "; the outcome is only in this error"
-        if now.outcome is not None and (now.outcome, now.result) != (outcome.number, outcome.data):
+        differs = now.outcome != outcome.number or not _is_same_value(effect, now.result, outcome.data)
+        if now.outcome is not None and differs:
             text += f", and it differs from the recorded one ({now.decided_by} decided): check the provider"
             logger.error("%s", text)
         raise LeaseLostError(text, outcome.result)
 
     def _double(self, taken: _Taken, outcome: _Outcome) -> DoubleEffectError:
-        text = f"two attempts at {_label(taken.row)} were done: check the provider, and undo one of them"
+        """Mark the row as done twice, so that it is listed until a person has seen it, and return the error."""
+        row, table, text = taken.row, self._tables.marker, f"two attempts at {_label(taken.row)} were done"
+        try:
+            if (now := self._change(row.key, None, reads=True).now) is not None:
+                text += f": {_both(taken.attempt.number, outcome.data, now)}"
+            self._change(row.key, record.mark_double(table, row, text))
+        except Exception:
+            logger.exception("%s: the row could not be marked, so no list has it", _label(row))
+        text += "; check the provider, and undo one of them"
         logger.error("%s", text)
         error = DoubleEffectError(text, outcome.result)
         self._report("double", taken.row, taken, error)
@@ -604,12 +669,15 @@ class _Effects(NamedInErrors):
         """
         decision = json.loads(row.decision or "{}")
         if row.evidence is not None:
-            number, data = row.evidence_outcome, row.evidence
+            number, data = DONE if row.evidence_outcome == DOUBLE else row.evidence_outcome, row.evidence
             by = ASKED if row.evidence_attempt is None else ATTEMPT
         else:
             if decision["outcome"] == "not done":
                 why = f"not done, said {decision['who']}: {decision['why']}"
-                self._release(row, row.token, 0, **_NOTHING_SENT, decision=None, error=why, token=new_token())
+                values = {**_NOTHING_SENT, "decision": None, "error": why, "token": new_token()}
+                if row.is_unstorable:
+                    values |= {"evidence_outcome": None, "evidence_attempt": None}
+                self._release(row, row.token, 0, over=row.is_unstorable, waits=False, **values)
                 self._report("not_done", row)
                 return None
             number, by = (DONE if decision["outcome"] == "done" else REJECTED), PERSON
@@ -617,8 +685,10 @@ class _Effects(NamedInErrors):
         assert number is not None  # noqa: S101  # the row has both or neither
         result = effect.codec.loads(data) if number == DONE else _rejected(data, replayed=False)
         try:
-            found = self._finish(effect, row, row.token, _Outcome(number, data, by, result))
-        except ProjectorDedupError as error:  # a Rejected or NotDone of `recorded` says nothing about the effect
+            found = self._finish(effect, row, row.token, _Outcome(number, data, by, result), waits=False)
+        except record.RowHeld:
+            raise
+        except Exception as error:  # a Rejected or NotDone of `recorded` says nothing about the effect
             self._report("failed", row, error=error)
             raise _not_recorded(row, result, error, "`settle` tries again") from error
         if found is _Found.TAKEN_OVER:
@@ -651,9 +721,10 @@ class _Effects(NamedInErrors):
         handler: Callable[[UnitOfWork], Callable[[], Any] | None] = lambda _: None,
         *,
         reads: bool = False,
+        waits: bool = True,
     ) -> _Changing:
         """Change the row of an effect in a transaction of its own, in which ``handler`` runs too. See ``_Changing``."""
-        changing = _Changing(self._tables.marker, key, change, otherwise, reads)
+        changing = _Changing(self._tables.marker, key, change, otherwise, reads, waits)
         self._transact(key, changing.run, handler)
         return changing
 
@@ -748,17 +819,44 @@ def _taken(effect: Definition[Any, Any], row: Seen, token: str, began: float, st
 
 def _own_arguments(effect: Definition[Any, Any], row: Seen, outcome: _Outcome) -> tuple[Any, Any]:
     """Return the request and the outcome as they are stored, so that no function has changed them."""
-    request = effect.request_codec.loads(row.request)
-    if outcome.number == DONE:
-        return request, effect.codec.loads(outcome.data)
-    return request, _rejected(outcome.data, replayed=False)
+    request, data = effect.request_codec.loads(row.request), outcome.data or b""
+    return request, effect.codec.loads(data) if outcome.number == DONE else _rejected(data, replayed=False)
 
 
 def _is_double(effect: Definition[Any, Any], outcome: _Outcome, number: int | None, data: bytes | None) -> bool:
     """True if two attempts were done. With ``resend``, equal answers mean that the provider did it once."""
-    if outcome.number != DONE or number != DONE:
+    if outcome.number != DONE or number not in (DONE, DOUBLE):
         return False
-    return not (isinstance(effect.unknown, Resend) and data == outcome.data)
+    return not (isinstance(effect.unknown, Resend) and _is_same_value(effect, outcome.data, data))
+
+
+def _is_same_value(effect: Definition[Any, Any], one: bytes | None, other: bytes | None) -> bool:
+    """True if two values are equal when they are read. One that cannot be stored may be equal to any other."""
+    if one is None or other is None or one == other:
+        return True
+    try:
+        return is_same(effect.codec.loads(one), effect.codec.loads(other))
+    except Exception:  # noqa: BLE001  # of the user's codec
+        return False
+
+
+def _both(number: int, data: bytes | None, now: Seen) -> str:
+    """Return numbers, values and times of two attempts: the one that has just returned ``data``, and the other."""
+    other = now.evidence_attempt, now.evidence, None if now.outcome else now.ended_at
+    if now.evidence_attempt in (None, number):
+        other = now.attempt, now.result, now.ended_at
+    return " and ".join(
+        f"attempt {each} ({_digest(value)}{'' if at is None else f', {_time(at)}'})"
+        for each, value, at in (other, (number, data, now.now))
+    )
+
+
+def _digest(data: bytes | None) -> str:
+    return "a value that cannot be stored" if data is None else f"sha256:{sha256(data).hexdigest()[:12]}"
+
+
+def _time(milliseconds: int) -> str:
+    return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _not_recorded(row: Seen, value: Any, why: BaseException, then: str) -> NotRecordedError:
@@ -792,13 +890,6 @@ def _rejection(rejected: Rejected) -> bytes:
 def _rejected(data: bytes, *, replayed: bool) -> Rejected:
     value = json_codec.loads(data)
     return Rejected(value["code"], value["detail"], replayed=replayed)
-
-
-def _shown_value(value: object) -> str:
-    try:
-        return printable(repr(value)[:250])
-    except Exception:  # noqa: BLE001  # a __repr__ of the user's
-        return type(value).__name__
 
 
 def _label(row: Seen) -> str:

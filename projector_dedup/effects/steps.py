@@ -7,7 +7,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from .policy import Ask, Policy, Resend, Stop
-from .record import DONE, Seen
+from .record import DONE, DOUBLE, Seen
 
 HOUR = 3_600_000  # milliseconds
 
@@ -18,7 +18,8 @@ class State(StrEnum):
     ARMED = "armed"  #: nothing was sent
     RUNNING = "running"  #: an attempt or an ask function has the lease
     UNKNOWN = "unknown"  #: an attempt ended without an answer, and the policy decides
-    STOPPED = "needs a person"  #: the policy has ended
+    STOPPED = "needs a person"  #: the policy has ended, or an attempt returned a value that cannot be stored
+    DOUBLE = "done twice"  #: two attempts were done, and no person has seen it
     KEPT = "not recorded"  #: an attempt returned its value, and ``settle`` records it
     DECIDED = "decided"  #: a person has decided, and ``settle`` records it
     DONE = "done"
@@ -28,6 +29,8 @@ class State(StrEnum):
 def state_of(row: Any) -> State:
     """Return the state of a row: a ``Seen``, or all columns with ``now``, the database's time of the query."""
     if row.outcome is not None:
+        if row.evidence_outcome == DOUBLE:
+            return State.DOUBLE
         return State.DONE if row.outcome == DONE else State.REJECTED
     if row.lease_until is not None and row.lease_until > row.now:
         return State.RUNNING
@@ -35,7 +38,7 @@ def state_of(row: Any) -> State:
         return State.KEPT
     if row.decision is not None:
         return State.DECIDED
-    if row.stopped_at is not None:
+    if row.stopped_at is not None or row.evidence_outcome is not None:
         return State.STOPPED
     return State.ARMED if row.first_sent_at is None else State.UNKNOWN
 
@@ -62,14 +65,19 @@ class Step:
 
 
 def next_step(row: Seen, policy: Policy, lease: int) -> Step:
-    """Return the next step of the row. ``lease`` is in milliseconds."""
+    """Return the next step of the row. ``lease`` is in milliseconds.
+
+    If the database's clock was ahead during an attempt, neither its lease nor the policy can be counted from then.
+    """
     state = state_of(row)
-    if state in (State.DONE, State.REJECTED):
+    if row.outcome is not None:
         return Step(Do.ANSWER)
-    if state is State.RUNNING and row.lease_until is not None:
-        return Step(Do.WAIT, until=row.lease_until)
     if state in (State.KEPT, State.DECIDED):
         return Step(Do.RECORD)
+    if row.is_unstorable or row.was_sent_ahead:
+        return Step(Do.STOP)
+    if state is State.RUNNING and row.lease_until is not None:
+        return Step(Do.WAIT, until=row.lease_until)
     if row.first_sent_at is None:
         return Step(Do.SEND)
     while not isinstance(policy, Stop):

@@ -237,7 +237,7 @@ def _horizon(found: Ages, tables: DedupTables) -> Iterator[Finding]:
 
 
 def _timeless(found: Ages) -> Iterator[Finding]:
-    if found.timeless and found.state.pruned_until is not None:
+    if found.timeless:
         yield advice(
             f"the messages of these handlers have no occurred_at: {_listed(found.timeless)}",
             "a message without a time that comes again after cleanup has deleted its marker is applied again, without "

@@ -14,13 +14,13 @@ from ..effects import EffectTables
 from ..late import MARGIN, in_utc
 from ..tables import DedupTables, default_tables
 from .databases import database_of
-from .effects import unknown_effects
+from .effects import OVERDUE, count, is_overdue, is_unknown, needs_person
 from .findings import regclass
 from .running import connected_to
 from .state import DEFAULT_RETENTION_HOURS, State, state_of
 
 _LOOKED_AT = 1_000  # the newest markers
-MAX_UNKNOWN = 1_000  #: effects that ``gauges`` counts
+MAX_COUNTED = 1_000  #: effects that ``gauges`` counts
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,17 @@ class Gauges:
 
     ``rows`` is the server's estimate. ``oldest`` is the age of the oldest row in seconds. ``lag`` is the number of
     seconds by which that age exceeds what must be kept: the declared horizon or the retention of the last complete
-    cleanup, whichever is longer, else 168 hours. ``unknown`` is the number of effects of which nobody knows whether
-    they were done, counted up to 1,000; None for a table of another kind.
+    cleanup, whichever is longer, else 168 hours. Effects are counted up to 1,000, and are None for a table of another
+    kind: ``unknown`` are those of which nobody knows whether they were done, ``person`` those that need a person, and
+    ``overdue`` those that were due, or were armed and never sent, more than 15 minutes ago.
     """
 
     rows: int | None
     oldest: float | None
     lag: float | None
-    unknown: int | None
+    unknown: int | None = None
+    person: int | None = None
+    overdue: int | None = None
 
 
 def gauges(engine: Engine, *, tables: DedupTables = default_tables) -> Gauges:
@@ -90,14 +93,18 @@ def gauges(engine: Engine, *, tables: DedupTables = default_tables) -> Gauges:
         state = state_of(connection, tables)
         first = select(func.min(marker.c.processed_at)).scalar_subquery()  # which reads one end of the index
         oldest, now = (_moment(each) for each in connection.execute(select(first, utc_now())).one())
-        rows, unknown = _estimated_rows(connection, marker), None
+        rows, effects = _estimated_rows(connection, marker), {}
         if isinstance(tables, EffectTables):
-            some = unknown_effects(tables).limit(MAX_UNKNOWN).subquery("some")
-            unknown = connection.scalar(select(func.count()).select_from(some))
+            which = {
+                "unknown": is_unknown(tables),
+                "person": needs_person(tables),
+                "overdue": is_overdue(tables, OVERDUE),
+            }
+            effects = {name: count(connection, tables, each, MAX_COUNTED) for name, each in which.items()}
     if oldest is None or now is None:
-        return Gauges(rows, None, None, unknown)
+        return Gauges(rows, None, None, **effects)
     age = (now - oldest).total_seconds()
-    return Gauges(rows, age, max(0.0, age - 3600 * _kept_hours(state)), unknown)
+    return Gauges(rows, age, max(0.0, age - 3600 * _kept_hours(state)), **effects)
 
 
 def _estimated_rows(connection: Connection, table: Table) -> int | None:

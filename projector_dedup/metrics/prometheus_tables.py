@@ -28,6 +28,8 @@ _GAUGES = {
     "oldest": ("projector_dedup_oldest_row_age_seconds", "Age of the oldest row."),
     "lag": ("projector_dedup_cleanup_lag_seconds", "Seconds by which the oldest row exceeds what must be kept."),
     "unknown": ("projector_dedup_unknown_effects", "Effects of which nobody knows whether they were done."),
+    "person": ("projector_dedup_effects_needing_person", "Effects that need a person, or were done twice."),
+    "overdue": ("projector_dedup_overdue_effects", "Effects that were due, or armed, more than 15 minutes ago."),
 }
 """The gauges of a table by their names in ``Gauges``."""
 _UP = ("projector_dedup_tables_up", "1 if the table could be read, 0 if not.")

@@ -40,7 +40,7 @@ def test_a_person_says_that_it_was_done(till: Till) -> None:
     assert till.settle(charge) == "1 done"
     assert (till.run(charge), till.payments(), len(till.sent)) == ("pi_77", [("o1", "pi_77")], 1)
     found = find_effect(engine, "k1")
-    assert (found.state, found.decided_by, (found.decision or {})["who"]) == ("done", "person", "ada")
+    assert (found.state, found.decided_by, found.decisions[0]["who"]) == ("done", "person", "ada")
     assert (find_effects(engine), advise_effects(engine)) == ([], [])
 
 
@@ -113,7 +113,7 @@ def test_a_value_that_does_not_fit_stays_listed(till: Till) -> None:
     resolve(engine, "k1", attempt=1, outcome="done", value="77", **SAID)
     assert till.settle(charge) == "1 failed"
     assert [each.state for each in find_effects(engine)] == ["decided"]
-    resolve(engine, "k1", attempt=1, outcome="done", value='"pi_77"', **SAID)
+    resolve(engine, "k1", attempt=1, outcome="done", instead_of="done", value='"pi_77"', **SAID)
     assert till.settle(charge) == "1 done"
 
 

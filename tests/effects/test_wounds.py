@@ -10,6 +10,7 @@ from kit import Gate
 from projector_dedup.effects import (
     Attempt,
     DoubleEffectError,
+    EffectUnknown,
     LeaseLostError,
     NotDone,
     NotRecordedError,
@@ -19,7 +20,9 @@ from projector_dedup.effects import (
     resend,
     stop,
 )
+from projector_dedup.effects.record import DONE
 from projector_dedup.errors import InProgress
+from projector_dedup.maintenance.effects import resolve
 
 till = tills()
 
@@ -220,13 +223,59 @@ def test_a_value_that_could_not_be_recorded_is_kept_and_never_sent_again(till: T
     assert (len(till.sent), till.payments()) == (1, [("o1", "pi_1")])
 
 
-def test_a_value_that_cannot_be_stored_is_a_question(till: Till) -> None:
-    """It was done outside: it is not sent again."""
-    charge = till.effect(till.body(object()))
-    till.run_unknown(charge)
-    till.pass_time(31)
+class Secret:
+    """A value that no codec can store; its ``repr`` must appear nowhere."""
+
+    def __repr__(self) -> str:
+        return "pi_secret"
+
+
+@pytest.mark.parametrize("policy", ["resend", "ask", "stop"])
+def test_a_value_that_cannot_be_stored_is_a_question(till: Till, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It was done outside: it is not sent again, whatever the policy is, and a person decides."""
+    unknown = {"resend": resend(within=HOUR), "ask": till.asks(NotDone()), "stop": stop}[policy]
+    charge = till.effect(till.body(Secret()), unknown)
+    with pytest.raises(NotRecordedError) as told:
+        till.run(charge)
+    assert isinstance(told.value.value, Secret)
+    with pytest.raises(EffectUnknown):
+        till.run(charge)
+    till.pass_time(3_700)
+    assert till.settle(charge) == ""
+    row = till.row()
+    assert (len(till.sent), row.evidence_outcome, row.evidence, row.next_at) == (1, DONE, None, None)
+    assert "Secret" in row.error
+    assert "a person must decide" in caplog.text
+    assert "pi_secret" not in f"{caplog.text}{told.value}{row.error}"
+
+
+def test_a_late_value_that_cannot_be_stored_is_evidence(till: Till) -> None:
+    """The effect was taken over, and the second attempt sent nothing: it is not sent a third time."""
+    gate = Gate(till.harness)
+    charge = till.effect(till.body(Secret(), NotDone(), gate=gate), resend(within=HOUR))
+    first = till.overdue(charge, gate)
+    assert till.settle(charge) == "1 unknown"
+    gate.open()
+    assert isinstance(first.exception(), LeaseLostError)
     assert till.settle(charge) == "1 stopped"
-    assert (len(till.sent), "object" in till.row().error) == (1, True)
+    till.pass_time(1_800)
+    assert till.settle(charge) == ""
+    assert (len(till.sent), till.row().evidence_attempt) == (1, 1)
+
+
+@pytest.mark.parametrize("answer", ["done", "not done"])
+def test_a_person_decides_about_a_value_that_cannot_be_stored(till: Till, answer: Any) -> None:
+    """With the value of the provider's page, or that it was not done after all."""
+    if till.harness.asynchronous:
+        pytest.skip("the person's tool is synchronous")
+    charge = till.effect(till.body(Secret()))
+    with pytest.raises(NotRecordedError):
+        till.run(charge)
+    value = '"pi_1"' if answer == "done" else None
+    resolve(till.harness.engine, "k1", attempt=1, outcome=answer, value=value, why="seen", who="ada")
+    assert till.settle(charge) == ("1 done" if answer == "done" else "1 not done")
+    till.settle(charge)
+    assert till.payments() == [("o1", "pi_1" if answer == "done" else "pi_2")]
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same value", "other value"])

@@ -576,7 +576,8 @@ def test_what_was_pruned_once_stays_known(engine: Engine) -> None:
     cleanup(engine, retention_hours=10)
     assert PRUNED_UNTIL in state(engine)
     pruned_until = state(engine)[PRUNED_UNTIL]
-    cleanup(engine, retention_hours=1000)
+    fill(engine, [2000])  # without a marker to delete, nothing would be written
+    assert cleanup(engine, retention_hours=1000) == 1
     assert (state(engine)[PRUNED_UNTIL], float(state(engine)[RETENTION])) == (pruned_until, 1000)
 
 

@@ -1,4 +1,4 @@
-"""The alert rules load as they are, and each of fourteen faults rings within a minute in a real Prometheus."""
+"""The alert rules load as they are, and each of fifteen faults rings within a minute in a real Prometheus."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
-from sqlalchemy import Engine, MetaData, create_engine, insert
+from sqlalchemy import Engine, MetaData, create_engine, insert, update
 from sqlalchemy.orm import Session, sessionmaker
 
 from adapters import Redis, adapter
@@ -222,6 +222,15 @@ class Shop:
         while not effects.settle().stopped:  # by the first one the effect is sent; the lease must end before the other
             time.sleep(0.2)
 
+    def nobody_settles(self) -> None:
+        """A refund was armed, and no process sends it."""
+        refund = effect(name="refund", lease=1, unknown=stop)(charge.function)
+        with sessionmaker(self.engine).begin() as session:
+            arm(session, refund, "card", key="k2")
+            row, ago = default_effect_tables.marker, 20 * 60_000
+            times = {"armed_at": row.c.armed_at - ago, "next_at": row.c.next_at - ago}
+            session.execute(update(row).where(row.c.handler == "refund").values(times))
+
     def consumer_ends(self) -> None:
         """Another worker of the shop ends by itself, and nobody starts it again."""
         self.ending.ends()
@@ -251,7 +260,8 @@ FAULTS: dict[Callable[[Shop], None], Alert] = {
     Shop.never_pruned: {"alertname": "CleanupBehind", "table": "processed_message"},
     Shop.no_spare: {"alertname": "TablesUnreadable", "table": "spare"},
     Shop.consumer_ends: {"alertname": "ConsumerDown", "job": "shop", "process": "ending"},
-    Shop.lost_answer: {"alertname": "EffectNeedsPerson", "handler": "charge", "outcome": "stopped"},
+    Shop.lost_answer: {"alertname": "EffectNeedsPerson", "table": "external_effect"},
+    Shop.nobody_settles: {"alertname": "EffectOverdue", "table": "external_effect"},
 }
 
 

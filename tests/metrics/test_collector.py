@@ -115,7 +115,7 @@ def test_no_scrape_reads_a_whole_table(postgresql: Database) -> None:
     event.listen(engine, "before_cursor_execute", lambda _c, _cursor, said, given, *_: found.append((said, given)))
     scraped(engine, tables, default_effect_tables)
     looked = [(said, given) for said, given in found if "processed_at" in said and said.startswith("SELECT")]
-    assert len(looked) == 3  # two ends of indexes, and the unknown effects
+    assert len(looked) == 5  # two ends of indexes, and effects: unknown ones, those that need a person, overdue ones
     with engine.connect() as connection:
         plans = ["\n".join(connection.exec_driver_sql(f"EXPLAIN {said}", given).scalars()) for said, given in looked]
     engine.dispose()
