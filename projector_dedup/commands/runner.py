@@ -150,6 +150,7 @@ class Once:
         self.returned: Any = None  # what the handler returned, if it ran
         self.replayed = False
         self.in_doubt = False  # True: a COMMIT without an answer may have recorded the command
+        self._waited = 0.0  # seconds for locks, in attempts that did not get all of them
 
     @property
     def is_answered_anew(self) -> bool:
@@ -165,12 +166,21 @@ class Once:
             return True
         stored, names = asked.key.stored, asked.operation.names
         recall = recalling(asked.tables, stored, names)
-        first = asked.lock if asked.locks else None
+        first = self._lock if asked.locks else None
         if uow.claim_key(marker_key(stored, self.identity), names[1:], first=first, recall=recall):
             self.in_doubt = False  # the claim found no record, so the interrupted COMMIT did not happen
+            self._waited = 0.0
             return True
         self.record, self.replayed = recalled(recall.row, asked.fingerprint, asked.key, self.identity), True
         return False
+
+    def _lock(self, connection: Connection, dialect: Dialect, wait: float | None) -> None:
+        """Take the locks. ``wait`` bounds the waits of all attempts, of which the first ones got some of the locks."""
+        began = time.monotonic()
+        try:
+            self.asked.lock(connection, dialect, None if wait is None else max(wait - self._waited, 0.001))
+        finally:
+            self._waited += time.monotonic() - began
 
     def calls(self, uow: UnitOfWork) -> Iterator[Callable[[], Any]]:
         """Yield the only call of the handler. It also records the result."""

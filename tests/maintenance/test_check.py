@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, create_engine, insert, text
+from sqlalchemy import Engine, create_engine, insert, text, update
 from sqlalchemy.orm import sessionmaker
 
 from command import idempotency, on_a_terminal
@@ -15,12 +15,13 @@ from marked import fill, metadata, on_one_database, one_of_each_engine, tables, 
 from projector_dedup import AsyncDispatcher, Dispatcher, on, projector
 from projector_dedup.asyncio_names import async_sessionmaker
 from projector_dedup.dialects import configure_sqlite
+from projector_dedup.dialects.columns import utc_now
 from projector_dedup.late import REDELIVERY_HORIZON
 from projector_dedup.maintenance.check import advise, check, check_handlers
 from projector_dedup.maintenance.findings import Finding
 from projector_dedup.maintenance.schema import require_tables
 from projector_dedup.maintenance.state import CLEANED_AT, RETENTION, State, duration, write_state
-from projector_dedup.maintenance.stats import Ages
+from projector_dedup.maintenance.stats import Ages, ages
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
@@ -256,11 +257,20 @@ def test_a_renamed_handler_is_a_problem_unless_it_has_its_former_name(
     assert ("the application does not have: shop.Totals.add" in done.stdout) is (code == 1)
 
 
+def test_handlers_without_times_are_named_before_any_cleanup(engine: Engine) -> None:
+    """Afterwards it is too late for the messages whose markers are gone."""
+    fill(engine, [1])
+    (found,) = advise(ages(engine))
+    assert "the messages of these handlers have no occurred_at: h" in found.problem
+
+
 @on_one_database
 def test_advice_can_ring_an_alarm(engine: Engine) -> None:
     """Beside markers that cleanup should have deleted, `--fail-on advice` exits with 1; where all is well, with 0."""
     configure_sqlite(engine)
     fill(engine, [1])
+    with engine.begin() as connection:
+        connection.execute(update(tables.marker).values(occurred_at=utc_now()))
     arguments = ["check", "--fail-on", "advice"]
     well = idempotency(*arguments, PROJECTOR_DEDUP_DATABASE_URL=url_of(engine))
     assert (well.returncode, well.stderr) == (0, "")
