@@ -4,18 +4,30 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event, select, text, update
-from sqlalchemy.orm import Session
+from sqlalchemy import create_engine, event, select, text, update
+from sqlalchemy.orm import Session, sessionmaker
 
 from databases import USUAL_DRIVERS
 from effect_rig import TABLE, Charge, Payment, Till, book, tills
 from kit import Gate
 from projector_dedup.dialects import postgresql
-from projector_dedup.effects import LeaseLostError, NotRecordedError, resend
+from projector_dedup.effects import (
+    Attempt,
+    Effects,
+    LeaseLostError,
+    NotRecordedError,
+    arm,
+    default_effect_tables,
+    effect,
+    resend,
+    stop,
+)
 from projector_dedup.errors import InProgress
+from projector_dedup.options import RetryPolicy
 
 till = tills([driver for driver in USUAL_DRIVERS if driver.engine != "sqlite"])  # which has one writer
 DAY = timedelta(days=1)
@@ -149,3 +161,25 @@ def test_a_process_that_hangs_in_its_function_holds_nothing(till: Till) -> None:
     gate.open()
     assert isinstance(attempt.exception(), LeaseLostError)
     assert till.payments() == [("o1", "o1"), ("o2", "o2")]
+
+
+def test_on_sqlite_a_process_that_hangs_ends_in_a_named_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has one writer: nothing is sent until its transaction ends, and nothing is lost."""
+    engine = create_engine(f"sqlite:///{tmp_path}/till.db", connect_args={"timeout": 0.1})
+    charge = effect(name="charge", lease=30, unknown=stop)(_number)
+    default_effect_tables.marker.metadata.create_all(engine)
+    factory = sessionmaker(engine)
+    effects = Effects(factory, [charge], retry=RetryPolicy(attempts=2))
+    with factory.begin() as session:
+        arm(session, charge, "o1", key="k1")
+    with engine.connect() as hanging:
+        hanging.exec_driver_sql("BEGIN IMMEDIATE")
+        assert effects.settle().failed == 1
+    assert "effect charge, key 0:k1: could not be settled" in caplog.text
+    assert "database is locked" in caplog.text
+    assert effects.settle().done == 1
+    engine.dispose()
+
+
+def _number(_order: str, _attempt: Attempt) -> int:
+    return 1

@@ -2,12 +2,14 @@
 
 import threading
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from effect_rig import Charge, Till, tills
-from projector_dedup.effects import Attempt, NotDone
+from kit import Gate
+from projector_dedup.effects import Attempt, NotDone, resend
 
 till = tills()
 
@@ -90,3 +92,26 @@ def test_names_that_nobody_seems_to_know_are_logged(till: Till, caplog: pytest.L
     till.arm(old, key="old, and not yet due")
     assert [line.partition(" have been due")[0] for line in told(101)] == ["2 effects with the name till.old"]
     assert told(3600) == []
+
+
+def test_evidence_beside_a_running_attempt_holds_nobody_up(till: Till) -> None:
+    """The row is due at once and cannot be recorded yet: with ``limit=1``, each sweep would find it first."""
+    late, running = Gate(till.harness), Gate(till.harness)
+
+    def body(request: Charge, attempt: Attempt) -> str:
+        value = till.plain(request, attempt)
+        if request.order == "o1":
+            (late if attempt.number == 1 else running).stop()
+        return value
+
+    charge = till.effect(body, resend(within=timedelta(days=1)))
+    first = till.overdue(charge, late)
+    second = till.harness.start(till.settle, charge)
+    running.arrival()
+    late.open()
+    assert first.exception() is not None
+    till.arm(charge, Charge("o2"), key="k2")
+    assert [till.settle(charge, limit=1), till.settle(charge, limit=1)] == ["1 skipped", "1 done"]
+    running.open()
+    second.result()
+    assert sorted(till.payments()) == [("o1", "pi_2"), ("o2", "pi_3")]

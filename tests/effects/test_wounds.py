@@ -216,6 +216,8 @@ def test_a_value_that_could_not_be_recorded_is_kept_and_never_sent_again(till: T
     till.pass_time(31)
     assert till.settle(charge) == "1 failed"
     assert till.settle(charge) == ""
+    with pytest.raises(NotRecordedError):  # also for who calls ``run`` meanwhile
+        till.run(charge)
     broken.clear()
     till.pass_time(3_700)
     assert till.settle(charge) == "1 done"
