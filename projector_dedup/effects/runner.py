@@ -509,15 +509,16 @@ class _Effects(NamedInErrors):
         try:
             data = encoded(effect.codec, value, f"{effect.identity} returned {type(value).__name__}")
             refuse_large(data, self._max_result_bytes, f"the value of {effect.identity}")
-        except ResultError as error:
-            why = shown(error)  # names the type of the value, which may contain secrets
+        except ResultError as refused:
+            why = shown(refused)  # names the type of the value, which may contain secrets
         else:
             return _Outcome(DONE, data, by, value)
         kept = record.evidence(DONE, None, taken.attempt.number if by == ATTEMPT else None)
-        keep = record.keep(self._tables.marker, row, taken.token, None, kept, why, stopped_at=now_ms())
+        error = f"it was done, but its value cannot be stored: {why}"
+        keep = record.keep(self._tables.marker, row, taken.token, None, kept, error, stopped_at=now_ms())
         if self._change(row.key, keep).made is None:
             self._keep_beside(taken, _Outcome(DONE, None, by, value))
-        text = f"{_label(row)} was done, but its value cannot be stored; a person must decide ({why})"
+        text = f"{_label(row)}: {error}; a person must decide"
         logger.error("%s", text)
         self._report("stopped", row, taken)
         raise NotRecordedError(text, value)
