@@ -52,7 +52,7 @@ SECTIONS = (
     Section("outside", 8),
     Section("mutants", 1, "--pick 6"),
     Section("explore"),
-    Section("effects-proof"),
+    Section("effects-proof", whole="--effects 2000"),
     Section("effects-sweep", whole="--rows 20000"),
 )
 PARTS = tuple((section, part + 1) for section in SECTIONS for part in range(section.parts))
