@@ -509,16 +509,20 @@ class _Effects(NamedInErrors):
         try:
             data = encoded(effect.codec, value, f"{effect.identity} returned {type(value).__name__}")
             refuse_large(data, self._max_result_bytes, f"the value of {effect.identity}")
-        except ResultError as refused:
-            why = shown(refused)  # names the type of the value, which may contain secrets
-        else:
             return _Outcome(DONE, data, by, value)
+        except ResultError as error:
+            refused = error
+        why = shown(refused)  # names the type of the value, which may contain secrets
         kept = record.evidence(DONE, None, taken.attempt.number if by == ATTEMPT else None)
-        error = f"it was done, but its value cannot be stored: {why}"
-        keep = record.keep(self._tables.marker, row, taken.token, None, kept, error, stopped_at=now_ms())
-        if self._change(row.key, keep).made is None:
+        text = f"it was done, but its value cannot be stored: {why}"
+        keep = record.keep(self._tables.marker, row, taken.token, None, kept, text, stopped_at=now_ms())
+        try:
+            made = self._waiting.to_the_end(partial(self._change, row.key, keep)).made
+        except Exception as second:
+            raise self._lost(taken, value, refused, second) from second
+        if made is None:
             self._keep_beside(taken, _Outcome(DONE, None, by, value))
-        text = f"{_label(row)}: {error}; a person must decide"
+        text = f"{_label(row)}: {text}; a person must decide"
         logger.error("%s", text)
         self._report("stopped", row, taken)
         raise NotRecordedError(text, value)
@@ -556,9 +560,7 @@ class _Effects(NamedInErrors):
             try:
                 kept = self._waiting.to_the_end(partial(self._keep, taken, outcome, error))
             except Exception as second:
-                self._report("failed", taken.row, taken, second)
-                logger.exception("%s: the library could not store the outcome", _label(taken.row))
-                raise _not_recorded(*known, error, "the row could not keep the outcome either") from second
+                raise self._lost(taken, outcome.result, error, second) from second
             if not isinstance(error, Exception):
                 raise
             if kept:
@@ -570,6 +572,12 @@ class _Effects(NamedInErrors):
         self._report("done" if outcome.number == DONE else "rejected", taken.row, taken)
         if found is _Found.DOUBLE:
             raise self._double(taken, outcome)
+
+    def _lost(self, taken: _Taken, value: Any, why: BaseException, error: Exception) -> NotRecordedError:
+        """Return the error for an outcome that was neither recorded, because of ``why``, nor kept in the row."""
+        self._report("failed", taken.row, taken, error)
+        logger.exception("%s: the library could not store the outcome", _label(taken.row))
+        return _not_recorded(taken.row, value, why, "the row could not keep the outcome either")
 
     def _finish(
         self, effect: Definition[Any, Any], row: Seen, token: str, outcome: _Outcome, *, waits: bool = True
