@@ -34,16 +34,16 @@ def _other_body(marker: Table, names: int) -> Select[Any]:
     return select(digest).where(message_id, handler, digest != bindparam("digest", type_=digest.type)).limit(1)
 
 
-def other_bodies(
+def stored_digests(
     connection: Connection, marker: Table, keys: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> dict[str, bytes]:
-    """Return, by message id, the digest of each duplicate of ``keys`` that differs from that of its key."""
-    given = {key["message_id"]: key["digest"] for key in keys if key.get("digest") is not None}
-    found: dict[str, bytes] = {}
-    for ids in parts(list(given)):
+) -> dict[str, bytes | None]:
+    """Return, by message id, the digest of each duplicate of ``keys``; None if its marker has none."""
+    own = {key["message_id"]: key["digest"] for key in keys}
+    found: dict[str, bytes | None] = dict.fromkeys(own)
+    for ids in parts(list(own)):
         asked = {"message_ids": ids, "handlers": list(names)}
         for message_id, digest in connection.execute(_digests(marker), asked):
-            if bytes(digest) != given[message_id]:
+            if found[message_id] is None or bytes(digest) != own[message_id]:  # the claim may have inserted its own
                 found[message_id] = bytes(digest)
     return found
 

@@ -11,13 +11,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import cache
 from typing import Any, Protocol
 
 from .bodies import SHOWN
 from .errors import BeyondRetention, MissingTableError, OtherBodyError, ProjectorDedupError
 from .handler import Handler
 from .late import Instant
-from .markers import valid_key
+from .markers import bind_of_marker, valid_key
 from .message import Message, id_text, logged_id, logger_of, moment_in_utc, printable, stored_id, valid_digest
 from .observer import Observing, Watch
 from .options import RetryPolicy, UnitOptions
@@ -29,6 +30,16 @@ from .unit_of_work import UnitOfWork
 from .waiting import Waiting
 
 logger = logger_of("projector_dedup")
+
+
+@cache
+def log_lacking(_engine: str, table: str) -> None:
+    """Log, once for each engine and table, that the marker table has no column for digests. Decides nothing."""
+    logger.warning(
+        "the table %s has no column digest, so another body under a known id is an ordinary duplicate: run the SQL of "
+        "`idempotency schema --upgrade`",
+        table,
+    )
 
 
 _lowered: set[tuple[str, bool]] = set()
@@ -83,7 +94,7 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
 
     Return True if the result is durable. It is False only inside ``testing.external_transaction``.
     """
-    attempts = Attempts(policy, marked=work.marked)
+    attempts, lacking = Attempts(policy, marked=work.marked), False
     while True:
         uow = UnitOfWork.opened(factory, options, waiting)
         try:
@@ -96,10 +107,13 @@ def deliver(work: Work, factory: Any, options: UnitOptions, policy: RetryPolicy,
                             waiting.call_handler(work.identity, call)
                         uow.commit_and_close()  # 3 marker and writes, together
             work.log_settled(attempts)
+            if lacking:
+                marker = options.tables.marker
+                log_lacking(str(bind_of_marker(uow.session, options.tables).engine.url), marker.fullname)
             return uow.durable
         except Exception as error:  # noqa: BLE001  # delay_after raises it, unless a retry is due
             if uow.claiming_digest and isinstance(error, MissingTableError):
-                options = replace(options, other_body="ignore")  # perhaps the tables of the version before
+                options, lacking = replace(options, other_body="ignore"), True  # or the whole table is missing
                 continue
             overtaken, accepted = uow.overtaken, options.accepted
             work.connected = uow.dialect is not None
@@ -170,11 +184,12 @@ class Chunk:
             self.at = min(self.others)
             raise OtherBodyError(
                 f"{self._other(self.at)}. If the producer gave one id to two events, publish this one again with an id "
-                "of its own. If it wrote the same event again with other bytes, the event is applied: drop this message"
+                "of its own, unless another handler has applied it: `idempotency show` prints the digest of each. If "
+                "the producer wrote the same event again with other bytes, the event is applied: drop this message"
             )
         return bool(self._new)
 
-    def _other_bodies(self, stored: Mapping[str, bytes]) -> dict[int, bytes]:
+    def _other_bodies(self, stored: Mapping[str, bytes | None]) -> dict[int, bytes]:
         """Return, by index, the digest of each message with the id of another one. Some are ``stored``, by id."""
         found: dict[int, bytes] = {}
         known: dict[str | None, bytes | None] = dict(stored.items())
@@ -227,6 +242,8 @@ class Chunk:
             )
             for each in self.messages
         ]
+        if compared:  # one statement claims them all
+            keys = [{"digest": None, **key} for key in keys]
         if len(keys) == 1:
             return [0] if uow.claim_key(keys[0], handler.formerly) else []
         firsts = {key["message_id"]: index for index, key in reversed([*enumerate(keys)])}

@@ -18,7 +18,7 @@ from sqlalchemy.orm.exc import FlushError
 from sqlalchemy.util import greenlet_spawn
 
 from .asyncio_names import AsyncSession, async_sessionmaker
-from .bodies import other_bodies, other_body
+from .bodies import other_body, stored_digests
 from .closing import drop
 from .dialects import Dialect, Failure, LastStatement, Status, dialect_of, may_move
 from .errors import CommitOutcomeUnknown, OvertakenError, TransactionViolatedError, UnsafeSessionError
@@ -121,7 +121,7 @@ class UnitOfWork:
         self.lateness = options.lateness  # for ``Chunk.claim``: the unit of work itself detects no late message
         self.other_body = options.other_body  # for ``Chunk.claim``, too
         self.claiming_digest = False  # True: a claim with a digest has begun, and was not answered
-        self.others: dict[str, bytes] = {}  # by id: the stored digest of each duplicate that has another body
+        self.others: dict[str, bytes | None] = {}  # by id: the stored digest of a duplicate, perhaps that of this body
         self._guard: Guard | None = None
         self._new = self._committed = self._closed = False
 
@@ -177,11 +177,10 @@ class UnitOfWork:
         return new
 
     def claim_keys(self, keys: dict[str, dict[str, Any]], formerly: Collection[str] = ()) -> set[str]:
-        """Claim like ``claim_many``, with ``keys`` by message id that were checked before."""
+        """Claim like ``claim_many``, with checked ``keys`` by message id, which all have a digest, or none."""
         names, tables, wait = valid_formerly(formerly), self._options.tables, self._options.claim_timeout
-        if has_digest := any("digest" in key for key in keys.values()):
-            keys = {message_id: {"digest": None, **key} for message_id, key in keys.items()}
         first = next(iter(keys.values()))
+        has_digest = "digest" in first
         new: list[str] = []
 
         def insert(guard: Guard) -> bool:
@@ -191,7 +190,7 @@ class UnitOfWork:
             self.claiming_digest = False
             if has_digest:
                 known = [keys[message_id] for message_id in keys.keys() - {*new}]
-                self.others = other_bodies(connection, tables.marker, known, [first["handler"], *names])
+                self.others = stored_digests(connection, tables.marker, known, [first["handler"], *names])
             guard.claimed_several()
             if new:
                 guard.key = keys[new[0]]

@@ -12,6 +12,7 @@ from contract import ISOLATION
 from databases import DRIVERS, USUAL_DRIVERS, Driver
 from kit import Added, Harness, Held, add
 from projector_dedup import Message, Outcome
+from projector_dedup.delivery import log_lacking
 from projector_dedup.errors import BatchFailed, InvalidMessageError, OtherBodyError
 from projector_dedup.observer import Observation
 from projector_dedup.tables import DEFAULT_NAME, default_tables, key_tables
@@ -118,6 +119,30 @@ def test_a_batch_tells_another_body_too(harness: Harness) -> None:
     assert harness.totals() == {"a": 4}
 
 
+def test_a_batch_tells_what_single_messages_tell(harness: Harness) -> None:
+    """Also behind a message without a digest; and a marker without one compares with nothing in either way."""
+    bodies: list[list[str | None]] = [[None, "b"], [None, "a"], ["a", None, "b"], ["b", "a"], ["b", "b"]]
+    found: list[list[list[str]]] = []
+    for batched in (True, False):
+        found.append([])
+        for applied in ("a", None):
+            for number, each in enumerate(bodies):
+                seen, message_id = Seen(), f"{batched}-{applied}-{number}"
+                dispatcher = harness.dispatcher(observer=seen)
+                harness.deliver(dispatcher, sent(message_id, applied), None)
+                messages = [sent(message_id, body) for body in each]
+                if batched:
+                    outcomes(harness, dispatcher, *messages)
+                else:
+                    for message in messages:
+                        harness.deliver(dispatcher, message, None)
+                found[-1].append(seen.outcomes[1:])
+    assert found[0] == found[1]
+    assert found[0][0] == ["duplicate", "other_body"]
+    assert found[0][len(bodies)] == ["duplicate", "duplicate"]
+    assert found[0][len(bodies) + 3] == ["duplicate", "duplicate"]
+
+
 def test_another_body_can_be_rejected(harness: Harness) -> None:
     """Alone and in a batch, where every other message is applied; nothing of the rejected one remains."""
     seen = Seen()
@@ -180,8 +205,9 @@ def test_old_and_new_code_share_the_new_tables(harness: Harness) -> None:
     assert harness.totals() == {"a": 3}
 
 
-def test_new_code_runs_on_the_tables_of_the_version_before(harness: Harness) -> None:
-    """Without a digest; each claim with one is tried twice. It finds the column when it is added."""
+def test_new_code_runs_on_the_tables_of_the_version_before(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a digest, as one line says; each claim with one is tried twice. It finds the column when it is added."""
+    log_lacking.cache_clear()
     harness.transact(lambda session: session.execute(text("ALTER TABLE processed_message DROP COLUMN digest")))
     seen, runs = Seen(), [0]
 
@@ -200,6 +226,8 @@ def test_new_code_runs_on_the_tables_of_the_version_before(harness: Harness) -> 
         *("duplicate", "applied", "duplicate")
     ]
     assert "other_body" not in seen.outcomes
+    (told,) = [each for each in caplog.records if "processed_message has no column digest" in each.getMessage()]
+    assert (told.levelname, "`idempotency schema --upgrade`" in told.getMessage()) == ("WARNING", True)
     assert (runs, harness.totals()) == ([2], {"a": 3})
     kind = {"postgresql": "BYTEA", "mariadb": "MEDIUMBLOB", "sqlite": "BLOB"}[harness.engine.dialect.name]
     harness.transact(lambda session: session.execute(text(f"ALTER TABLE processed_message ADD COLUMN digest {kind}")))
