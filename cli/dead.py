@@ -56,23 +56,45 @@ def _sift(place: str, decide: Decide) -> Sifted:
     return asyncio.run(sift())
 
 
-def _settle(place: str, message: str, fate: Fate) -> list[DeadLetter]:
-    """Settle the dead letters of a message, and return them. Raises `Failed` if there is none."""
+def _letters_of(place: str, message: str) -> list[DeadLetter]:
+    """Return the dead letters of a message, and settle none. Raises `Failed` if there is none, or of two messages."""
     found: list[DeadLetter] = []
 
-    def decide(letter: DeadLetter) -> Fate:
-        if message not in (letter.id, printable(letter.id)):
-            return "keep"
-        found.append(letter)
-        return fate
+    def look(letter: DeadLetter) -> Fate:
+        if message in (letter.id, printable(letter.id)):
+            found.append(letter)
+        return "keep"
 
-    _sift(place, decide)
+    _sift(place, look)
     if not found:
         raise Failed(
             f"there is no dead letter of message {printable(message)} in {place}: copy the id from `list`; another "
             "process may be reading it"
         )
+    if len(ids := {each.id for each in found}) > 1:
+        raise Failed(
+            f"{printable(message)} stands for {len(ids)} different ids in {place}: give one of them as `list --json` "
+            "has it, and write a character that cannot be printed in your shell's own way, as in $'a\\nb'"
+        )
     return found
+
+
+def _settle(place: str, decide: Decide) -> tuple[int, str]:
+    """Settle dead letters as ``decide`` says. Return their number, and a sentence if not all could be read."""
+    read = 0
+
+    def counted(letter: DeadLetter) -> Fate:
+        nonlocal read
+        read += 1
+        return decide(letter)
+
+    done = _sift(place, counted)
+    if done.there is None or read >= done.there:
+        return done.settled, ""
+    return done.settled, (
+        f" {done.there - read:,} of about {done.there:,} were not read: they wait behind others, or another process "
+        "reads or settles them. Run the command again."
+    )
 
 
 def _of_a_consumer(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +190,7 @@ def show(place: str, message_id: str, values: bool, as_json: bool) -> None:
     \b
     Example: idempotency dead payments:consumer show payment-1 --values
     """
-    found = _settle(place, message_id, "keep")
+    found = _letters_of(place, message_id)
     if as_json:
         print_json({"consumer": place, "dead_letters": [_as_object(each, values=values) for each in found]})
     else:
@@ -199,8 +221,8 @@ def replay(place: str, yes: bool) -> None:
             after(1)
             return "replay"
 
-        done = _sift(place, counted)
-    say(f"{done.settled:,} dead letters are back in the queue.")
+        replayed, others = _settle(place, counted)
+    say(f"{replayed:,} dead letters are back in the queue.{others}")
 
 
 @dead.command(epilog=EXIT_CODES)
@@ -217,11 +239,13 @@ def drop(place: str, message_id: str, yes: bool) -> None:
     """
     if not yes:
         require_terminal()
-        _print(_settle(place, message_id, "keep"), values=False)
+    found = _letters_of(place, message_id)
+    if not yes:
+        _print(found, values=False)
         if not confirmed(f"Drop the dead letters of message {message_id}? Nobody can replay them then"):
             raise Failed(f"nothing was dropped in {place}")
-    dropped = _settle(place, message_id, "drop")
-    say(f"Dropped {len(dropped):,} dead letters of message {message_id}.")
+    dropped, others = _settle(place, lambda letter: "drop" if letter.id == found[0].id else "keep")
+    say(f"Dropped {dropped:,} dead letters of message {message_id}.{others}")
 
 
 def _print(letters: Sequence[DeadLetter], *, values: bool) -> None:

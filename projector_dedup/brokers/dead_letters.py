@@ -25,10 +25,10 @@ Fate = Literal["keep", "replay", "drop", "stop"]
 class DeadLetter:
     """One dead letter.
 
-    ``id`` is the message id, as in the log. A message without an id has ``sha256:`` and 16 digits of the hash of its
-    body in place of it. ``reason`` is the error for which the message was rejected, and ``occurred_at`` the time that
-    the producer gave it. ``deliveries`` is the number of its deliveries; only RabbitMQ and Kafka keep it. What is not
-    known is None, or an empty ``reason``.
+    ``id`` is the message id, as in the log: with a source, its stored form. A message without an id that is text has
+    ``sha256:`` and 16 digits of the hash of its body in place of it. ``reason`` is the error for which the message was
+    rejected, and ``occurred_at`` the time that the producer gave it. ``deliveries`` is the number of its deliveries;
+    only RabbitMQ and Kafka keep it. What is not known is None, or an empty ``reason``.
     """
 
     id: str

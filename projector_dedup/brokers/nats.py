@@ -23,8 +23,8 @@ with needs("nats"):
     from nats.aio.msg import Msg
     from nats.errors import Error
     from nats.js import JetStreamContext
-    from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DiscardPolicy
-    from nats.js.errors import NotFoundError
+    from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DiscardPolicy, StreamConfig
+    from nats.js.errors import APIError, NotFoundError
     from nats.protocol import parser
 
 from ..dispatcher import AsyncDispatcher
@@ -54,6 +54,7 @@ _NAME = re.compile(r"(?!nats-)[!#$%&'*+\-.^_`|~0-9A-Za-z]+", re.IGNORECASE)
 """The names of headers that the library copies. nats-py publishes no others. The server acts on names with the prefix
 Nats-: for ``Nats-Rollup`` it deletes messages of the stream, for ``Nats-Expected-...`` it refuses the message."""
 _SUBJECT = re.compile(r"\S+")
+_OF_A_STREAM = re.compile(r"[^\s.*>/\\]+")
 _PATIENCE = 5.0  # seconds that a replay waits for the next dead letter
 
 Headers = dict[str, str]
@@ -95,6 +96,9 @@ class Consumer(Runs):
         **options: Unpack[RetryOptions],
     ) -> None:
         expect((Client, str), connection, 'connection is a URL, or what `await nats.connect("nats://...")` returns')
+        for name in (stream, durable):
+            if not _OF_A_STREAM.fullmatch(name):
+                raise ValueError(f"a name of a stream or consumer has no white space and none of . * > / \\: {name!r}")
         if in_flight < 1 or ack_wait <= 0:
             raise ValueError(f"in_flight is at least 1, and ack_wait above 0 seconds: {in_flight=}, {ack_wait=}")
         self._url = connection if isinstance(connection, str) else ""
@@ -162,10 +166,10 @@ class Consumer(Runs):
     async def open(self) -> None:
         """Create the durable consumer and the stream of dead letters if they are missing.
 
-        Raises ``RefusedError`` if one of them exists with settings that can lose messages or stop the deliveries, or if
-        the stream has several subjects, and neither ``subject`` nor ``source`` is given.
+        Raises ``RefusedError`` if one of them exists with settings that can lose messages or stop the deliveries, if
+        the stream is missing, or if it has several subjects, and neither ``subject`` nor ``source`` is given.
         """
-        subjects = (await self._streams.stream_info(self._stream)).config.subjects or ()
+        subjects = (await _config_of(self._streams, self._stream)).subjects or ()
         if len(subjects) > 1 and self._subject is None and not self._is_declared:
             raise RefusedError(
                 f"{undeclared('several subjects')}; or run one consumer for each, with its subject= and source="
@@ -298,16 +302,25 @@ def dead_stream(stream: str, durable: str) -> str:
     return f"{stream}-{durable}-dead"
 
 
+async def _config_of(streams: JetStreamContext, stream: str) -> StreamConfig:
+    """Return the settings of the stream to consume. Raises ``RefusedError`` if it is missing."""
+    try:
+        return (await streams.stream_info(stream)).config
+    except NotFoundError as error:
+        raise RefusedError(f"NATS has no stream {stream}: create it (`nats stream add`) or correct its name") from error
+
+
 async def open_dead_letters(streams: JetStreamContext, stream: str, durable: str) -> None:
     """Create the stream of dead letters, with the storage and the replicas of ``stream``.
 
-    Raises ``RefusedError`` if it exists and belongs to another consumer, or discards old messages when it is full.
+    Raises ``RefusedError`` if it exists and belongs to another consumer, or discards old messages when it is full, and
+    if ``stream`` is missing.
     """
     dead, subject = dead_stream(stream, durable), _dead_subject(stream, durable)
     try:
         found = (await streams.stream_info(dead)).config
     except NotFoundError:
-        beside = (await streams.stream_info(stream)).config
+        beside = await _config_of(streams, stream)
         await streams.add_stream(
             name=dead, subjects=[subject], storage=beside.storage, num_replicas=beside.num_replicas
         )
@@ -366,8 +379,9 @@ async def replay(connection: Client, stream: str, durable: str) -> int:
     """Publish the dead letters of a consumer to their subjects again, and return their number.
 
     Fix the handler or the data first. Every consumer of the subject gets the messages; where they were applied before,
-    they are duplicates. ``replay`` deletes each dead letter after the stream has confirmed its copy. If nats-py cannot
-    publish to the subject of a dead letter, ``replay`` skips the dead letter and logs an error.
+    they are duplicates. ``replay`` deletes each dead letter after the stream has confirmed its copy, so another replay
+    at the same time may publish it too, and one of them counts it. If nats-py cannot publish to the subject of a dead
+    letter, ``replay`` skips the dead letter and logs an error.
     """
     return (await _sift(connection, stream, durable, replay_each)).settled
 
@@ -402,11 +416,22 @@ async def _sift(connection: Client, stream: str, durable: str, judge: Judge) -> 
                 kept = {name: each for name, each in headers.items() if name not in _LEFT_OUT and _NAME.fullmatch(name)}
                 await streams.publish(headers[SUBJECT], letter.data, headers=kept or None, stream=stream)
             if fate != "keep":
-                await streams.delete_msg(dead, number)
-                settled += 1
+                settled += await _deleted(streams, dead, number)
         return Sifted(state.messages, settled)
     finally:
         await letters.unsubscribe()
+
+
+async def _deleted(streams: JetStreamContext, dead: str, number: int) -> bool:
+    """Delete a dead letter. Return False if another process has deleted it."""
+    try:
+        return await streams.delete_msg(dead, number)
+    except APIError:
+        try:
+            await streams.get_msg(dead, number)
+        except NotFoundError:
+            return False
+        raise
 
 
 def id_beside(headers: Headers) -> str | None:

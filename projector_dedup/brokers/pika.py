@@ -13,6 +13,7 @@ from ..extras import needs
 with needs("pika"):
     from pika import BasicProperties, BlockingConnection
     from pika.adapters.blocking_connection import BlockingChannel
+    from pika.adapters.utils.connection_workflow import AMQPConnectorException
     from pika.connection import Parameters
     from pika.exceptions import AMQPConnectionError, ChannelClosedByBroker, StreamLostError
 
@@ -174,7 +175,7 @@ def _connected(parameters: Parameters) -> BlockingConnection:
     soon.stack_timeout = min(parameters.stack_timeout or CONNECT_TIMEOUT, CONNECT_TIMEOUT)
     try:
         return BlockingConnection(soon)
-    except (AMQPConnectionError, OSError) as error:
+    except (AMQPConnectionError, AMQPConnectorException, OSError) as error:
         why = str(error) or ", ".join(map(repr, error.args))  # the arguments of pika's have no text, but say why
         raise cannot_reach("RabbitMQ", _address(parameters), why) from error
 

@@ -129,18 +129,12 @@ class Consumer(Runs):
 
     def _open(self) -> None:
         """Create the group if it is missing; it then starts at the first entry of the stream."""
-        given: dict[str, Any] = self._client.get_connection_kwargs()
-        host, port = given.get("host"), int(given.get("port", 6379))
-        address = f"{host}:{port}" if host else given.get("path", "its nodes")
-        if host:
-            try_address("Redis", host, port)
+        address = _reached(self._client)
         try:
             self._client.xgroup_create(self._stream, self._group, id="0", mkstream=True)
         except redis.ResponseError:
             if all(each["name"] != self._group.encode() for each in self._client.xinfo_groups(self._stream)):
                 raise
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            raise cannot_reach("Redis", address, error) from error
         self._log_start(f"stream {self._stream} of Redis at {address} as group {self._group}")
 
     def _new(self, most: int, wait: int | None = None) -> list[_Entry]:
@@ -220,6 +214,20 @@ class Consumer(Runs):
             )
 
 
+def _reached(client: Any) -> str:
+    """Return the address of Redis. Raises ``ConnectionError``, which names the address, if it does not answer."""
+    given: dict[str, Any] = client.get_connection_kwargs()
+    host, port = given.get("host"), int(given.get("port", 6379))
+    address = f"{host}:{port}" if host else given.get("path", "its nodes")
+    if host:
+        try_address("Redis", host, port)
+    try:
+        client.ping()
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise cannot_reach("Redis", address, error) from error
+    return str(address)
+
+
 def dead_stream(stream: str, group: str) -> str:
     """Return the name of the stream with the dead letters of ``group`` from ``stream``."""
     return f"{stream}:{group}:dead"
@@ -229,7 +237,8 @@ def replay(client: redis.Redis, stream: str, group: str) -> int:
     """Move the dead letters of a group back to its stream, and return their number.
 
     Fix the handler or the data first. Every group of the stream gets the entries; where they were applied before, they
-    are duplicates.
+    are duplicates. Two replays at the same time may add an entry twice, and one of them counts it. Raises
+    ``ConnectionError`` if Redis cannot be reached.
     """
     return _sift(client, stream, group, replay_each).settled
 
@@ -237,6 +246,7 @@ def replay(client: redis.Redis, stream: str, group: str) -> int:
 def _sift(client: Any, stream: str, group: str, judge: Judge) -> Sifted:
     """Settle the present dead letters, but not entries that are rejected again meanwhile."""
     dead, settled = dead_stream(stream, group), 0
+    _reached(client)
     there, last = client.xlen(dead), client.xrevrange(dead, count=1)
     letters = client.xrange(dead, max=last[0][0], count=_MANY) if last else []
     while letters:
@@ -248,8 +258,7 @@ def _sift(client: Any, stream: str, group: str, judge: Judge) -> Sifted:
                 kept = {name: value for name, value in fields.items() if name != _REJECTED_FOR.encode()}
                 client.xadd(stream, kept or fields)  # an entry needs a field
             if fate != "keep":
-                client.xdel(dead, number)
-                settled += 1
+                settled += client.xdel(dead, number)  # 0 if another process has settled it
         letters = client.xrange(dead, min=b"(" + letters[-1][0], max=last[0][0], count=_MANY)
     return Sifted(there, settled)
 

@@ -274,7 +274,10 @@ class Settling:
             event: object = _UNREAD
             with contextlib.suppress(Exception):  # it may be a dead letter because ``convert`` fails
                 event = self._convert(incoming)
-            found = self._id_of(incoming, event) or f"sha256:{hashlib.sha256(incoming.body).hexdigest()[:16]}"
+            found = None
+            with contextlib.suppress(UnicodeDecodeError):  # escaped, it could be the id of another message
+                found = self._id_of(incoming, event, "strict")
+            found = found or f"sha256:{hashlib.sha256(incoming.body).hexdigest()[:16]}"
             occurred_at = event.occurred_at if isinstance(event, Message) else None
             text = reason.decode(errors="backslashreplace") if isinstance(reason, bytes) else str(reason or "")
             fate = decide(DeadLetter(found, text, occurred_at, deliveries, incoming.body, incoming.headers))
@@ -383,15 +386,17 @@ class Settling:
         except Exception:  # noqa: BLE001  # raised by the user's extractor, or for an invalid id
             return False
 
-    def _id_of(self, incoming: Incoming, event: object) -> str | None:
-        """Return the message's id from the broker, or else the one that the dispatcher finds; None if there is none."""
+    def _id_of(self, incoming: Incoming, event: object, errors: str = "backslashreplace") -> str | None:
+        """Return the message's id from the broker, or else the one that the dispatcher finds; None if there is none.
+
+        Of a message with a source, return the stored id. ``errors`` is about an id that is not UTF-8.
+        """
         value = incoming.message_id
-        if value is None and event is not _UNREAD:
-            try:
-                value = id_text(envelope(event, None, self._dispatcher._extractor, needed=False))
-            except Exception:  # noqa: BLE001  # raised by the user's extractor, or for an invalid id
-                value = None
-        text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
+        has_source = isinstance(event, Message) and event.source is not None
+        if has_source or (value is None and event is not _UNREAD):
+            with contextlib.suppress(Exception):  # raised by the user's extractor, or for an invalid id
+                value = id_text(envelope(event, None, self._dispatcher._extractor, needed=False)) or value
+        text = value.decode(errors=errors) if isinstance(value, bytes) else value
         return text if isinstance(text, str) else None
 
 
@@ -475,7 +480,8 @@ def _check_retry_later(classes: object, max_attempts: int | None) -> None:
 def _reason(error: BaseException) -> str:
     """Return the error's class, text and notes. A note says what to do before the message is delivered again."""
     try:
-        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()  # of several handlers
+        text = "; ".join([str(error), *map(str, parts), *getattr(error, "__notes__", ())])
     except Exception:  # noqa: BLE001  # a failing __str__ of the user's error must not stop the consumer
         text = "(its text cannot be read)"
     whole = printable(f"{type(error).__name__}: {text}"[:MAX_REASON])

@@ -1,5 +1,6 @@
 """The dead letters of each consumer, by `idempotency dead`: listed, shown, replayed and dropped; nothing else moves."""
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -7,11 +8,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import nats
+import pika
 import pytest
 from click.testing import CliRunner, Result
 from projector_dedup.cli.main import main
@@ -23,7 +27,13 @@ from consumer_rig import Sent
 from databases import Database
 from kafka_cluster import KafkaCluster
 from payments import RULES, payment
+from projector_dedup import Message
+from projector_dedup.brokers.dead_letters import DeadLetter, Fate
+from projector_dedup.brokers.incoming import Incoming, json_event
+from projector_dedup.brokers.rabbitmq import dead_letters
 from projector_dedup.errors import RefusedError
+from rabbitmq_rig import RabbitMQ
+from redis_rig import RedisStream
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:unclosed:ResourceWarning",
@@ -169,6 +179,108 @@ def test_a_question_comes_first_on_a_terminal(consumer: Adapter, tmp_path: Path)
     assert (code, "nothing was dropped" in seen, len(consumer.queue.dead())) == (1, True, 4)
     code, seen = on_a_terminal(*command, "drop", "p2", types="y\n", **environment)
     assert (code, "Dropped 1 dead letters of message p2." in seen, len(consumer.queue.dead())) == (0, True, 3)
+
+
+@of("pika", "redis")
+def test_an_id_that_only_looks_like_another_is_refused(consumer: Adapter) -> None:
+    """A line break in one, a backslash in the other: nothing is dropped. Each has a text that stands for it alone."""
+    RULES["b"] = "poison"
+    ids = ["a\nb", "a\\nb"]
+    consumer.queue.publish([Sent(each, payment(1, "b")) for each in ids])
+    consumer.consume_until(lambda: len(consumer.queue.dead()) == 2)
+    for command in (["show", ids[1]], ["drop", ids[1], "--yes"]):
+        refused = dead(*command)
+        assert (refused.exit_code, r"a\nb stands for 2 different ids" in refused.stderr) == (1, True), refused.output
+    assert len(consumer.queue.dead()) == 2
+    for each in ids:
+        assert dead("drop", each, "--yes").output.startswith("Dropped 1 dead letters")
+    assert consumer.queue.dead() == []
+
+
+@of("redis")
+def test_an_id_that_is_not_utf_8_is_not_that_of_another(consumer: Adapter) -> None:
+    """It is not an id, so the hash of the body takes its place, as for a message without an id."""
+    body, queue = payment(1, "b"), cast(RedisStream, consumer.queue)
+    for each in (b"\xff", rb"\xff"):
+        queue.client.xadd(queue.dead_letters, {"message_id": each, "body": body})
+    assert [each["id"][:7] for each in listed("list")["dead_letters"]] == ["sha256:", r"\xff"]
+    assert dead("drop", r"\xff", "--yes").output == "Dropped 1 dead letters of message \\xff.\n"
+    assert [each[b"message_id"] for each in queue.dead_entries()] == [b"\xff"]
+
+
+@of("redis")
+def test_a_dead_letter_of_a_source_has_the_stored_id(consumer: Adapter) -> None:
+    """Two producers count from 1 in one queue: to drop the 7 of one leaves that of the other."""
+
+    queue = cast(RedisStream, consumer.queue)
+
+    def convert(incoming: Incoming) -> Message:
+        source: Any = incoming.headers["producer"]
+        return replace(json_event(incoming), source=source.decode())
+
+    for each in ("one", "two"):
+        fields: Any = {"message_id": "7", "producer": each, "body": payment(7)}
+        queue.client.xadd(queue.dead_letters, fields)
+    with shop(consumer.make(_dispatcher(consumer), convert=convert)):
+        assert [each["id"] for each in listed("list")["dead_letters"]] == ["3:one1:7", "3:two1:7"]
+        assert "no dead letter of message 7" in dead("drop", "7", "--yes").stderr
+        assert dead("drop", "3:one1:7", "--yes").exit_code == 0
+    assert [each[b"producer"] for each in queue.dead_entries()] == [b"two"]
+
+
+@of("nats", "redis")
+@pytest.mark.parametrize("fate", ["replay", "drop"])
+def test_a_letter_that_another_process_has_settled_is_not_counted(consumer: Adapter, fate: Fate) -> None:
+    """It is deleted while this one decides: nothing breaks. A second copy in the queue is a duplicate by its marker."""
+    poison(consumer)
+    RULES.clear()
+
+    def decide(_: DeadLetter) -> Fate:
+        with ThreadPoolExecutor(1) as elsewhere:  # it has an event loop of its own
+            elsewhere.submit(consumer.queue.replay).result()
+        return fate
+
+    async def settle() -> Any:
+        async with await nats.connect(consumer.settings["NATS_URL"]) as connection:
+            made: Any = consumer.make(_dispatcher(consumer), connection=connection)
+            return await made.settle_dead_letters(decide)
+
+    made: Any = None if isinstance(consumer, Nats) else consumer.make(_dispatcher(consumer))
+    sifted = asyncio.run(settle()) if made is None else made.settle_dead_letters(decide)
+    assert (sifted.there, sifted.settled) == (4, 0)
+    consumer.consume_until(lambda: consumer.settled({"a": 1, "b": 2}, 3)() and {GARBAGE} == {*consumer.queue.dead()})
+
+
+@of("pika", "aio-pika")
+def test_what_another_process_holds_is_told(consumer: Adapter) -> None:
+    """Somebody reads the same letters: those that the command did not get stay where they are."""
+    poison(consumer)
+    RULES.clear()
+    queue = cast(RabbitMQ, consumer.queue)
+    with pika.BlockingConnection(queue.parameters) as connection:
+        channel = connection.channel()
+
+        def hold(*_: Any) -> Any:
+            return channel.basic_get(dead_letters(queue.queue))
+
+        made: Any = consumer.make(_dispatcher(consumer))
+        with pytest.MonkeyPatch.context() as patch, shop(made):
+            real = made._settling.judge
+
+            def judge(decide: Any) -> Any:
+                inner = real(decide)
+
+                def judge(*given: Any) -> Any:
+                    if not held:
+                        held.extend([hold(), hold()])
+                    return inner(*given)
+
+                return judge
+
+            held: list[Any] = []
+            patch.setattr(made._settling, "judge", judge)
+            told = dead("replay", "--yes").stdout
+    assert told.startswith("2 dead letters are back in the queue. 2 of about 4 were not read"), told
 
 
 def test_kafka_replays_no_letter_behind_another_that_is_kept(postgresql: Database, cluster: KafkaCluster) -> None:

@@ -22,6 +22,7 @@ from nats_rig import DURABLE, JetStream
 from own_server import OwnServer
 from payments import RULES, payment
 from projector_dedup import AsyncDispatcher
+from projector_dedup.brokers.nats import Consumer
 from projector_dedup.errors import RefusedError
 
 
@@ -113,6 +114,19 @@ def test_a_stream_with_several_subjects_needs_a_declared_source(rig: Nats) -> No
     rig.queue.ask(lambda streams: streams.update_stream(name=rig.queue.stream, subjects=names[1:]))
     rig.pay((2, "a"))
     rig.consume_until(rig.settled({"a": 2}), subject=None)
+
+
+def test_a_missing_stream_is_named(rig: Nats) -> None:
+    """At the start, and for the commands about its dead letters; a name that NATS cannot have, before that."""
+    rig.queue.ask(lambda streams: streams.delete_stream(rig.queue.stream))
+    with pytest.raises(RefusedError, match=rf"NATS has no stream {rig.queue.stream}: create it"):
+        rig.consume_until(lambda: False)
+    with pytest.raises(RefusedError, match=rf"NATS has no stream {rig.queue.stream}: create it"):
+        rig.queue.replay()
+    dispatcher, _ = payments.async_dispatcher(rig.database.async_url)
+    for stream, durable in (("a.b", "d"), ("a b", "d"), ("", "d"), ("s", "d.e")):
+        with pytest.raises(ValueError, match="a name of a stream or consumer has no white space and none of"):
+            Consumer("nats://n", stream, durable, dispatcher)
 
 
 @pytest.mark.parametrize(

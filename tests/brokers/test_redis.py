@@ -278,3 +278,5 @@ def test_a_url_without_a_port_means_that_of_redis(factory: Any) -> None:
     consumer = Consumer(client, "payments", "totals", payments.dispatcher(factory.kw["bind"]))
     with pytest.raises(ConnectionError, match=r"cannot connect to Redis at nowhere\.invalid:6379"):
         consumer.run()
+    with pytest.raises(ConnectionError, match=r"cannot connect to Redis at nowhere\.invalid:6379"):
+        consumer.settle_dead_letters(lambda _: "keep")

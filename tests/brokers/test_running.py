@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -173,6 +174,20 @@ def test_a_broker_that_cannot_be_reached_is_named(client: str, monkeypatch: pyte
     with pytest.raises(ConnectionError, match=r"^cannot connect to [\w/]+ at localhost:1: \w*.*\w") as raised:
         run(OURS[client](dispatcher))
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("client", ["pika", "aio-pika"])
+def test_a_rabbitmq_that_never_answers_is_named(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection, and is silent."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("AMQP_URL", f"amqp://user:secret@{address}")
+        if client in AWAITED:
+            dispatcher: Any = payments.async_dispatcher(make_url("sqlite+aiosqlite://"))[0]
+        else:
+            dispatcher = payments.dispatcher(create_engine("sqlite://"))
+        with pytest.raises(ConnectionError, match=rf"^cannot connect to RabbitMQ at {address}: .*\w"):
+            run(OURS[client](dispatcher))
 
 
 @pytest.mark.timeout(300)

@@ -441,6 +441,36 @@ def test_what_a_note_of_an_error_says_to_do_is_in_the_reason(rig: Rig) -> None:
     assert settled.reason == "KeyError: 'carrier'; Delete these markers"
 
 
+def test_the_reason_of_several_handlers_has_the_text_of_each_failure(sqlite: Database) -> None:
+    """One applied the first body, the other applies the second: who republishes it blindly applies it twice there."""
+    early = [True]
+
+    @projector(idempotent=True, name="first")
+    @on("payment")
+    def first(_event: Any, _session: Session) -> None:
+        """Apply each."""
+
+    @projector(idempotent=True, name="second")
+    @on("payment")
+    def second(_event: Any, _session: Session) -> None:
+        if early[0]:
+            raise Defer("not before noon")
+
+    engine = create_engine(sqlite.url())
+    payments.dispatcher(engine)
+    dispatcher = Dispatcher(sessionmaker(engine), first, second, type=by_path("type"), other_body="reject")
+    settling = Settling(dispatcher)
+    waits = settling.deliver(paid(1, account="a"))
+    early[0] = False
+    rejected = settling.deliver(paid(1, account="b"))
+    assert (waits.acknowledge, waits.reject, rejected.reject) == (False, False, True)
+    assert rejected.reason.startswith("DeliveryFailed: the message was not applied by first (OtherBodyError)")
+    digests = [hashlib.sha256(paid(1, account=each).body).hexdigest()[:12] for each in "ba"]
+    assert f"begins with {digests[0]}, and that of the applied body with {digests[1]}" in rejected.reason
+    assert "unless another handler has applied it: `idempotency show` prints" in rejected.reason
+    engine.dispose()
+
+
 def test_a_batch_whose_consumer_is_told_to_end_is_not_delivered_again(sqlite: Database) -> None:
     """Neither at once nor one by one: it ends while the first handler of the batch runs, which runs once."""
     rig = Rig(sqlite, asynchronous=True)
