@@ -14,8 +14,21 @@ from sqlalchemy import BindParameter, Select, Table, bindparam, select
 from sqlalchemy.engine import Connection
 
 from .dialects import LastStatement, handler_parameters, parts
+from .message import logger_of
+
+logger = logger_of("projector_dedup")
 
 SHOWN = 12  #: digits of a digest in log lines and errors
+
+
+@cache
+def log_lacking(_engine: str, table: str) -> None:
+    """Log, once for each engine and table, that the marker table has no column for digests. Decides nothing."""
+    logger.warning(
+        "the table %s has no column digest, so another body under a known id is an ordinary duplicate: run the SQL of "
+        "`idempotency schema --upgrade`",
+        table,
+    )
 
 
 def other_body(marker: Table, key: Mapping[str, Any], names: Sequence[str]) -> LastStatement:

@@ -11,10 +11,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cache
 from typing import Any, Protocol
 
-from .bodies import SHOWN
+from .bodies import SHOWN, log_lacking
 from .errors import BeyondRetention, MissingTableError, OtherBodyError, ProjectorDedupError
 from .handler import Handler
 from .late import Instant
@@ -30,16 +29,6 @@ from .unit_of_work import UnitOfWork
 from .waiting import Waiting
 
 logger = logger_of("projector_dedup")
-
-
-@cache
-def log_lacking(_engine: str, table: str) -> None:
-    """Log, once for each engine and table, that the marker table has no column for digests. Decides nothing."""
-    logger.warning(
-        "the table %s has no column digest, so another body under a known id is an ordinary duplicate: run the SQL of "
-        "`idempotency schema --upgrade`",
-        table,
-    )
 
 
 _lowered: set[tuple[str, bool]] = set()

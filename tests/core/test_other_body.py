@@ -12,7 +12,7 @@ from contract import ISOLATION
 from databases import DRIVERS, USUAL_DRIVERS, Driver
 from kit import Added, Harness, Held, add
 from projector_dedup import Message, Outcome
-from projector_dedup.delivery import log_lacking
+from projector_dedup.bodies import log_lacking
 from projector_dedup.errors import BatchFailed, InvalidMessageError, OtherBodyError
 from projector_dedup.observer import Observation
 from projector_dedup.tables import DEFAULT_NAME, default_tables, key_tables
