@@ -49,6 +49,7 @@ DOUBLE = 9  #: in ``evidence_outcome``: done, as another attempt was, which no p
 ATTEMPT, ASKED, PERSON = "attempt", "ask", "person"  #: who has decided an outcome
 HAPPENED = ("armed_at", "first_sent_at", "ended_at", "stopped_at")  #: columns with times of what has happened
 AHEAD = 60_000  #: milliseconds by which such a time may be later than the database's clock
+LONGEST_LEASE = 86_400_000  #: milliseconds
 MAX_ERROR = 500  # characters of an error's text that are kept
 
 
@@ -230,9 +231,8 @@ def lock(connection: Connection, dialect: Dialect, table: Table, message_id: str
         connection.execute(locking)
     except DBAPIError as error:
         if dialect.classify(error) is Failure.LOCK_TIMEOUT:
-            raise RowHeld(
-                f"another transaction holds the row of effect {printable(handler)}; try again later"
-            ) from error
+            text = f"another transaction holds the row of effect {printable(handler)}; try again later"
+            raise RowHeld(text, retry_after=1.0) from error
         raise
 
 
@@ -253,16 +253,22 @@ def due(connection: Connection, table: Table, names: list[str], until: int | Non
     Rows of the time when the database's clock was ahead are due, too.
     """
     until_then = select(now_ms()).scalar_subquery() if until is None else until  # else PostgreSQL reads every row
-    ready = (table.c.next_at <= until_then) | is_ahead(table)
+    unsent = is_ahead(table, "armed_at") & (table.c.attempt == 0)
+    sent = is_ahead(table, "first_sent_at", "ended_at") & _has_no_evidence(table) & table.c.decision.is_(None)
+    ready = (table.c.next_at <= until_then) | unsent | sent
     wanted = table.c.handler.in_(names) & (table.c.next_at > 0) & ready  # an index has the rows with a next_at
     rows = connection.execute(_select(table).where(wanted).order_by(table.c.next_at).limit(limit)).mappings()
     return [_seen(row) for row in rows]
 
 
-def is_ahead(table: Table) -> ColumnElement[bool]:
-    """Return the condition that something has happened in the future: the database's clock was ahead then."""
+def is_ahead(table: Table, *names: str) -> ColumnElement[bool]:
+    """Return the condition that one of these times of what has happened lies in the future: the clock was ahead then.
+
+    Without names, it is about all such times, and about a lease that no clock that is right can have given.
+    """
     now = select(now_ms()).scalar_subquery()
-    return or_(*(table.c[name] > now + AHEAD for name in HAPPENED))
+    ahead = [table.c[name] > now + AHEAD for name in names or HAPPENED]
+    return or_(*ahead, *([] if names else [table.c.lease_until > now + LONGEST_LEASE + AHEAD]))
 
 
 def overdue(connection: Connection, table: Table, known: set[str], ms: int) -> list[tuple[str, int]]:
@@ -318,6 +324,8 @@ def release(table: Table, row: Seen, held: str, next_in: int | None, *, over: bo
         conditions.append(_has_lease(table, row))
     if not over:
         conditions.append(_has_no_evidence(table))
+    elif "evidence_outcome" in values:  # which are forgotten: never a stored value
+        conditions.append(table.c.evidence.is_(None))
     next_at = None if next_in is None else now_ms() + next_in
     given = {"lease_until": None, "next_at": next_at, **values}
     if "error" in given:
@@ -374,18 +382,21 @@ def evidence(outcome: int, data: bytes | None, attempt: int | None) -> dict[str,
     return {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
 
 
-def keep_beside(table: Table, row: Seen, token: str, attempt: int, values: dict[str, Any]) -> Change:
-    """Keep ``evidence`` that came after the row had been taken over; the first value stays.
+def keep_beside(table: Table, row: Seen, token: str, attempt: int, values: dict[str, Any], error: str | None) -> Change:
+    """Keep ``evidence`` that came after the row had been taken over; the first value that can be stored stays.
 
     A rejection is kept only if no ``attempt`` with a higher number has begun: it says nothing of that one.
     """
     column, late = table.c, (*_is(table, *row.key), table.c.token != token)
     if values["evidence_outcome"] == DONE:
         free = _has_no_evidence(table) | column.evidence_outcome.not_in((DONE, DOUBLE))
+        if values["evidence"] is not None:
+            free |= (column.evidence_outcome == DONE) & column.evidence.is_(None) & column.outcome.is_(None)
     else:
         free = _has_no_evidence(table) & (column.attempt == attempt)
     next_at = case((column.outcome.is_(None), now_ms()), else_=None)  # what has stopped is recorded now
-    return _by(update(table).where(*late, free).values(values | {"next_at": next_at}), lambda now: _has(now, **values))
+    written = values | {"next_at": next_at} | ({} if error is None else {"error": _kept_text(error)})
+    return _by(update(table).where(*late, free).values(written), lambda now: _has(now, **values))
 
 
 def mark_double(table: Table, row: Seen, error: str) -> Change:

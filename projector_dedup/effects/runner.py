@@ -33,7 +33,14 @@ from ..commands.runner import MAX_RESULT_BYTES
 from ..delivery import deliver
 from ..dialects import Dialect
 from ..dialects.columns import now_ms
-from ..errors import HandlerDefinitionError, InProgress, OvertakenError, RetriesExhaustedError, UnsafeSessionError
+from ..errors import (
+    HandlerDefinitionError,
+    InProgress,
+    OvertakenError,
+    ProjectorDedupError,
+    RetriesExhaustedError,
+    UnsafeSessionError,
+)
 from ..handler import check_result
 from ..markers import library_errors, marker_key
 from ..message import logger_of, printable
@@ -290,7 +297,12 @@ class _Effects(NamedInErrors):
             if step.do is Do.ANSWER:
                 return _answer(effect, row)
             if step.do is Do.RECORD:
-                self._record_left(effect, row)
+                try:
+                    self._record_left(effect, row)
+                except record.RowHeld:
+                    if time.monotonic() >= deadline:
+                        raise
+                    self._waiting.sleep(random.uniform(0.05, 0.5))  # noqa: S311
                 continue
             if row.is_unstorable:
                 raise EffectUnknown(f"{_label(row)} was done, and its value cannot be stored; a person must decide")
@@ -521,7 +533,7 @@ class _Effects(NamedInErrors):
         except Exception as second:
             raise self._lost(taken, value, refused, second) from second
         if made is None:
-            self._keep_beside(taken, _Outcome(DONE, None, by, value))
+            self._waiting.to_the_end(partial(self._keep_beside, taken, _Outcome(DONE, None, by, value)))
         text = f"{_label(row)}: {text}; a person must decide"
         logger.error("%s", text)
         self._report("stopped", row, taken)
@@ -566,17 +578,18 @@ class _Effects(NamedInErrors):
             if kept:
                 self._report("failed", taken.row, taken, error)
                 raise _not_recorded(*known, error, "the row keeps the outcome, and `settle` tries again") from error
-            self._keep_beside(taken, outcome)
+            found = _Found.TAKEN_OVER
         if found is _Found.TAKEN_OVER:
-            self._keep_beside(taken, outcome)
+            self._waiting.to_the_end(partial(self._keep_beside, taken, outcome))
         self._report("done" if outcome.number == DONE else "rejected", taken.row, taken)
         if found is _Found.DOUBLE:
-            raise self._double(taken, outcome)
+            raise self._waiting.to_the_end(partial(self._double, taken, outcome))
 
     def _lost(self, taken: _Taken, value: Any, why: BaseException, error: Exception) -> NotRecordedError:
         """Return the error for an outcome that was neither recorded, because of ``why``, nor kept in the row."""
         self._report("failed", taken.row, taken, error)
-        logger.exception("%s: the library could not store the outcome", _label(taken.row))
+        reason = shown(error) if isinstance(error, ProjectorDedupError) else type(error).__name__  # no value of SQL
+        logger.error("%s: the library could not store the outcome: %s", _label(taken.row), reason)
         return _not_recorded(taken.row, value, why, "the row could not keep the outcome either")
 
     def _finish(
@@ -599,7 +612,8 @@ class _Effects(NamedInErrors):
                 found = _Found.DOUBLE
             if now.outcome is not None:  # another process has recorded the same outcome
                 return None
-            if now.evidence_outcome in (DONE, DOUBLE) and not (outcome.by == ATTEMPT and outcome.number == DONE):
+            agrees = outcome.number == DONE and (outcome.by == ATTEMPT or now.evidence is None)
+            if now.evidence_outcome in (DONE, DOUBLE) and not agrees:
                 found = _Found.OVERRULED
                 return record.release(self._tables.marker, row, token, 0, over=True)  # the next settle records it
             return finish(over=True)
@@ -634,8 +648,9 @@ class _Effects(NamedInErrors):
         effect, row, table = taken.effect, taken.row, self._tables.marker
         number = taken.attempt.number
         values = record.evidence(outcome.number, outcome.data, number if outcome.by == ATTEMPT else None)
-        keep = record.keep_beside(table, row, taken.token, number, values)
-        changing = self._change(row.key, keep, reads=True)
+        error = "it was done, but its value cannot be stored" if outcome.data is None else None
+        before = self._change(row.key, None, reads=True).now
+        changing = self._change(row.key, record.keep_beside(table, row, taken.token, number, values, error), reads=True)
         kept, now = changing.made is not None, changing.now
         if now is None:
             self._report("fenced", row, taken)
@@ -643,8 +658,9 @@ class _Effects(NamedInErrors):
         others = []  # values of other attempts
         if now.decided_by == ATTEMPT:
             others.append((now.outcome, now.result))
-        if now.evidence_attempt not in (None, number):  # None: of an ask
-            others.append((now.evidence_outcome, now.evidence))
+        for each in (now, before):  # a value that can be stored has taken the place of one that cannot
+            if each is not None and each.evidence_attempt not in (None, number):  # None: of an ask
+                others.append((each.evidence_outcome, each.evidence))
         if outcome.by == ATTEMPT and any(_is_double(effect, outcome, *other) for other in others):
             raise self._double(taken, outcome)
         self._report("fenced", row, taken)
@@ -658,15 +674,16 @@ class _Effects(NamedInErrors):
 
     def _double(self, taken: _Taken, outcome: _Outcome) -> DoubleEffectError:
         """Mark the row as done twice, so that it is listed until a person has seen it, and return the error."""
-        row, table, text = taken.row, self._tables.marker, f"two attempts at {_label(taken.row)} were done"
+        row, text = taken.row, f"two attempts at {_label(taken.row)} were done"
         try:
             if (now := self._change(row.key, None, reads=True).now) is not None:
                 text += f": {_both(taken.attempt.number, outcome.data, now)}"
-            self._change(row.key, record.mark_double(table, row, text))
-        except Exception:
-            logger.exception("%s: the row could not be marked, so no list has it", _label(row))
+            logger.error("two attempts were done: %s", text)
+            self._change(row.key, record.mark_double(self._tables.marker, row, text))
+        except Exception as failed:  # noqa: BLE001  # the double must be told
+            reason = type(failed).__name__  # its text may contain a value
+            logger.error("%s; the row could not be marked, so no list has it: %s", text, reason)
         text += "; check the provider, and undo one of them"
-        logger.error("%s", text)
         error = DoubleEffectError(text, outcome.result)
         self._report("double", taken.row, taken, error)
         return error
@@ -681,6 +698,8 @@ class _Effects(NamedInErrors):
             number, data = DONE if row.evidence_outcome == DOUBLE else row.evidence_outcome, row.evidence
             by = ASKED if row.evidence_attempt is None else ATTEMPT
         else:
+            if row.is_unstorable and decision["outcome"] != "done" and not decision.get("knew"):
+                self._ask_again(row, decision)
             if decision["outcome"] == "not done":
                 why = f"not done, said {decision['who']}: {decision['why']}"
                 values = {**_NOTHING_SENT, "decision": None, "error": why, "token": new_token()}
@@ -708,6 +727,15 @@ class _Effects(NamedInErrors):
             )
         self._report("done" if number == DONE else "rejected", row)
         return number
+
+    def _ask_again(self, row: Seen, decision: dict[str, Any]) -> NoReturn:
+        """Leave the effect to a person again: after the decision, an attempt returned a value that cannot be stored."""
+        text = f"it was done, but its value cannot be stored; it came after {decision['who']} had decided"
+        values = {"decision": None, "stopped_at": now_ms(), "error": text}
+        self._release(row, row.token, None, over=True, waits=False, **values)
+        logger.error("a person must decide again: %s was decided as %s; %s", _label(row), decision["outcome"], text)
+        self._report("stopped", row)
+        raise EffectUnknown(f"{_label(row)}: {text}; a person must decide again")
 
     def _report_armed(self, taken: _Taken | None) -> None:
         if taken is not None and taken.row.armed and taken.row.attempt == 0:

@@ -74,7 +74,7 @@ def next_step(row: Seen, policy: Policy, lease: int) -> Step:
         return Step(Do.ANSWER)
     if state in (State.KEPT, State.DECIDED):
         return Step(Do.RECORD)
-    if row.is_unstorable or row.was_sent_ahead:
+    if row.is_unstorable or row.was_sent_ahead or row.stopped_at is not None:
         return Step(Do.STOP)
     if state is State.RUNNING and row.lease_until is not None:
         return Step(Do.WAIT, until=row.lease_until)

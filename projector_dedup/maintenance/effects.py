@@ -159,6 +159,8 @@ def resolve(
     )
 
     def refuse(row: Row[Any]) -> None:
+        if outcome == "not done" and row.evidence_outcome == DOUBLE:
+            raise RefusedError(f"{_label_of(row)} was done twice, and not done is no answer: decide done or rejected")
         if row.decision is not None and json.loads(row.decision)["outcome"] != instead_of:
             last = json.loads(row.decision)
             raise RefusedError(
@@ -166,7 +168,8 @@ def resolve(
                 f"outcome as --instead-of {last['outcome'].replace(' ', '-')} to replace the decision"
             )
 
-    written = {"token": new_token(), "next_at": now_ms(), "stopped_at": None, "error": None}
+    error = case((table.c.evidence_outcome.is_not(None), table.c.error), else_=None)
+    written = {"token": new_token(), "next_at": now_ms(), "stopped_at": None, "error": error}
     return _decide(engine, tables, RecordKey.of(key, scope), effect, decision, undecided, written, refuse, attempt)
 
 
@@ -214,9 +217,13 @@ def _decide(
         dialect.begin(connection, None, None)
         found = _one(connection, tables, asked, effect)
         refuse(found)
-        earlier = _decisions(found.decision)
-        at = _moment(found.now).isoformat(timespec="seconds")
-        text = json.dumps({**decision, "at": at, **({"earlier": earlier} if earlier else {})})
+        earlier = [{name: each[name] for name in each if name != "value"} for each in _decisions(found.decision)]
+        more: dict[str, Any] = {"at": _moment(found.now).isoformat(timespec="seconds")}
+        if earlier:
+            more["earlier"] = earlier
+        if found.evidence_outcome is not None:
+            more["knew"] = True  # that an attempt has returned a value
+        text = json.dumps({**decision, **more})
         if len(text) > MAX_DECISION:
             raise RefusedError(
                 f"the value is too large: decisions have at most {MAX_DECISION:,} bytes, and these have {len(text):,}"
@@ -270,6 +277,8 @@ def _by(why: str, who: str) -> dict[str, str]:
 def _refuse(row: Row[Any], attempt: int | None) -> Never:
     """Raise ``RefusedError`` with what has changed since the person read the effect."""
     state, name = state_of(row), _label_of(row)
+    if state is State.DOUBLE:
+        raise RefusedError(f"{name} was done twice: undo one of both deeds, then give --seen")
     if row.outcome is not None:
         raise RefusedError(f"{name} is already {state}, and an outcome is never overwritten")
     if attempt is not None and row.attempt != attempt:
@@ -277,7 +286,9 @@ def _refuse(row: Row[Any], attempt: int | None) -> Never:
             f"{name} has changed: {row.attempt} attempts were made, not {attempt}. Show it again and check the provider"
         )
     if state is State.RUNNING:
-        raise RefusedError(f"{name} is running until {_moment(row.lease_until):%H:%M:%S} UTC; show it again after that")
+        raise RefusedError(
+            f"{name} is running until {_moment(row.lease_until):%Y-%m-%d %H:%M:%S} UTC; show it again after that"
+        )
     if row.evidence is None:
         raise RefusedError(f"{name} has changed: another person has decided at the same moment. Show it again")
     raise RefusedError(f"{name} has the value of an attempt, which has precedence over a decision; `settle` records it")

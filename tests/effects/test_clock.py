@@ -92,6 +92,25 @@ def test_run_does_not_send_what_was_attempted_ahead(till: Till) -> None:
     assert len(till.sent) == 1
 
 
+def test_an_effect_that_was_armed_ahead_keeps_its_pace(till: Till) -> None:
+    """It is due at once until its first attempt; then as any other."""
+    charge = till.effect(till.body(*[NotDone()] * 9))
+    till.arm(charge)
+    set_right(till)
+    assert [till.settle(charge) for _ in range(3)] == ["1 not done", "", ""]
+
+
+def test_run_does_not_send_what_was_left_to_a_person(till: Till) -> None:
+    """Also when the clock has reached the times of the row, and the window of the policy is open by them."""
+    charge = till.effect(till.loses_reply, resend(within=timedelta(hours=23)))
+    till.run_unknown(charge)
+    till.pass_time(-3 * 3_600)
+    assert till.settle(charge) == "1 stopped"
+    till.pass_time(24.5 * 3_600)
+    till.run_unknown(charge)
+    assert len(till.sent) == 1
+
+
 @pytest.mark.parametrize("column", ["armed_at", "first_sent_at", "ended_at", "stopped_at"])
 def test_each_time_of_what_has_happened_is_looked_at(till: Till, column: str) -> None:
     """Less than a minute ahead is the difference between two clocks."""

@@ -346,3 +346,55 @@ def test_an_attempt_knows_how_long_a_call_may_take() -> None:
     over.began -= 20
     with pytest.raises(TimeoutError):
         over.time_left(1)
+
+
+def _late_secret(till: Till, *more: Any) -> tuple[Any, Gate, Any]:
+    """Return an effect whose first attempt returns, after its lease, a value that cannot be stored; ``more`` follow."""
+    gate = Gate(till.harness)
+    charge = till.effect(till.body(Secret(), *more, gate=gate), resend(within=HOUR) if more else stop)
+    return charge, gate, till.overdue(charge, gate)
+
+
+@pytest.mark.parametrize("answer", ["not done", "rejected"])
+def test_a_decision_before_such_a_value_is_asked_again(till: Till, answer: Any) -> None:
+    """The person could not know: nothing is sent, and nothing is recorded as rejected."""
+    if till.harness.asynchronous:
+        pytest.skip("the person's tool is synchronous")
+    charge, gate, first = _late_secret(till)
+    code = "void" if answer == "rejected" else None
+    said: dict[str, Any] = {"why": "not there", "who": "ada", "attempt": 1}
+    resolve(till.harness.engine, "k1", outcome=answer, code=code, **said)
+    gate.open()
+    assert isinstance(first.exception(), LeaseLostError)
+    assert till.settle(charge) == "1 unknown"
+    row = till.row()
+    assert (len(till.sent), row.outcome, row.decision, row.stopped_at is None) == (1, None, None, False)
+    assert "it came after ada had decided" in row.error
+    resolve(till.harness.engine, "k1", outcome=answer, code=code, **said)  # now that it is known
+    assert till.settle(charge) == ("1 not done" if answer == "not done" else "1 rejected")
+
+
+def test_a_value_that_can_be_stored_takes_the_place_of_one_that_cannot(till: Till) -> None:
+    """With ``resend`` they are one effect, and the value is recorded."""
+    gate = Gate(till.harness)
+    charge = till.effect(till.body("pi_1", Secret(), gate=gate), resend(within=HOUR))
+    first = till.overdue(charge, gate)
+    assert till.settle(charge) == "1 failed"
+    gate.open()
+    assert isinstance(first.exception(), LeaseLostError)
+    assert till.settle(charge) == "1 done"
+    assert (len(till.sent), till.payments()) == (2, [("o1", "pi_1")])
+
+
+def test_an_ask_that_agrees_with_such_a_value_is_recorded(till: Till) -> None:
+    """The provider has the value that could not be stored."""
+    late, asking = Gate(till.harness), Gate(till.harness)
+    charge = till.effect(till.body(Secret(), gate=late), till.asks("pi_1", gate=asking))
+    first = till.overdue(charge, late)
+    asked = till.harness.start(till.settle, charge)
+    asking.arrival()
+    late.open()
+    assert isinstance(first.exception(), LeaseLostError)
+    asking.open()
+    assert asked.result() == "1 done"
+    assert (len(till.sent), till.payments()) == (1, [("o1", "pi_1")])
