@@ -13,7 +13,7 @@ from typing import Any
 from flights import MAX_DELAY, async_dispatcher, dispatcher
 
 SETTINGS = os.environ
-QUEUE, STREAM = SETTINGS.get("QUEUE", ""), SETTINGS.get("STREAM", "")
+QUEUE, STREAM = SETTINGS.get("QUEUE", ""), SETTINGS.get("STREAM", "flights")
 OPTIONS: dict[str, Any] = {"max_delay": MAX_DELAY}
 
 

@@ -588,8 +588,8 @@ class Stage:
             assert worker.error is None or worker.proxy.is_dead, f"client {worker.number}: {worker.error!r}"
         for worker in self.workers:
             worker.check_observations(at)
-            # With PyMySQL, SQLAlchemy's pool forgets a connection that is lost while maintenance's level is reset.
-            if not (worker.proxy.is_dead or (case.is_sync and self.driver.module == "pymysql")):
+            # SQLAlchemy's pool forgets a connection to MariaDB that is lost while maintenance's level is reset.
+            if not (worker.proxy.is_dead or (case.is_sync and self.driver.module in ("pymysql", "MySQLdb"))):
                 assert not worker.borrowed(), f"client {worker.number} has not returned a connection"
         sessions = set().union(*(worker.proxy.sessions for worker in self.workers))
         assert not self._server.busy(sessions), "a client has ended, and its transaction is open"
