@@ -161,9 +161,9 @@ def is_allowed(schedule: Schedule, keys: Sequence[Hashable] | None) -> bool:
 
 
 def is_reordered(schedule: Schedule) -> bool:
-    """True if a message comes for the first time after one that is behind it in the list."""
+    """True if a message may come for the first time after one that is behind it in the list, or at the same time."""
     first = list(dict.fromkeys(number for turn in schedule for number in turn.messages))
-    return first != sorted(first)
+    return first != sorted(first) or any(turn.how in _AT_ONCE and len({*turn.messages}) > 1 for turn in schedule)
 
 
 def smaller(schedule: Schedule, *, may_drop: bool) -> Iterator[Schedule]:

@@ -21,6 +21,7 @@ from projector_dedup.message import by_path
 from projector_dedup.testing.checking import Report, UnusableError, engine_on
 from projector_dedup.testing.elsewhere import called_elsewhere
 from projector_dedup.testing.exactly_once import is_async
+from projector_dedup.testing.schedules import How, Turn, is_reordered
 
 CASES = {str(case): case for case in (*MISTAKES, *RIGHT)}
 
@@ -236,3 +237,9 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], said: str, check
     case = dataclasses.replace(right, read=arguments.pop("read", right.read))
     with pytest.raises(UnusableError, match=re.escape(said)):
         checked(case, **arguments)
+
+
+@pytest.mark.parametrize(("how", "messages", "expected"), [("burst", (0, 1), True), ("burst", (0, 0), False)])
+def test_messages_at_the_same_time_have_no_order(how: How, messages: tuple[int, ...], expected: bool) -> None:
+    """The smallest schedule may be one of them: the hint is given, too."""
+    assert is_reordered((Turn("deliver", (0,)), Turn(how, messages))) is expected
