@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -42,6 +41,7 @@ from ..dialects.columns import exact_bytes, exact_text, now_ms, utc_now
 from ..errors import InProgress
 from ..message import printable
 from ..tables import DedupTables, key_tables
+from .definition import MAX_LEASE
 
 DEFAULT_NAME = "external_effect"
 DONE = RESULT  #: the outcomes of effects are numbered like those of commands
@@ -49,7 +49,6 @@ DOUBLE = 9  #: in ``evidence_outcome``: done, as another attempt was, which no p
 ATTEMPT, ASKED, PERSON = "attempt", "ask", "person"  #: who has decided an outcome
 HAPPENED = ("armed_at", "first_sent_at", "ended_at", "stopped_at")  #: columns with times of what has happened
 AHEAD = 60_000  #: milliseconds by which such a time may be later than the database's clock
-LONGEST_LEASE = 86_400_000  #: milliseconds
 MAX_ERROR = 500  # characters of an error's text that are kept
 
 
@@ -174,7 +173,6 @@ class Seen:
     outcome: int | None
     decided_by: str | None
     result: bytes | None
-    processed_at: datetime | None
     now: int
 
     @classmethod
@@ -268,7 +266,7 @@ def is_ahead(table: Table, *names: str) -> ColumnElement[bool]:
     """
     now = select(now_ms()).scalar_subquery()
     ahead = [table.c[name] > now + AHEAD for name in names or HAPPENED]
-    return or_(*ahead, *([] if names else [table.c.lease_until > now + LONGEST_LEASE + AHEAD]))
+    return or_(*ahead, *([] if names else [table.c.lease_until > now + MAX_LEASE * 1000 + AHEAD]))
 
 
 def overdue(connection: Connection, table: Table, known: set[str], ms: int) -> list[tuple[str, int]]:

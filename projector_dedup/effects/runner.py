@@ -77,6 +77,7 @@ I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")
 
 _FOUND_AT_ONCE = 100
+_UNSTORABLE = "it was done, but its value cannot be stored"
 _NOTHING_SENT: dict[str, Any] = {"first_sent_at": None, "ended_at": None, "stopped_at": None}
 
 
@@ -526,7 +527,7 @@ class _Effects(NamedInErrors):
             refused = error
         why = shown(refused)  # names the type of the value, which may contain secrets
         kept = record.evidence(DONE, None, taken.attempt.number if by == ATTEMPT else None)
-        text = f"it was done, but its value cannot be stored: {why}"
+        text = f"{_UNSTORABLE}: {why}"
         keep = record.keep(self._tables.marker, row, taken.token, None, kept, text, stopped_at=now_ms())
         try:
             made = self._waiting.to_the_end(partial(self._change, row.key, keep)).made
@@ -565,7 +566,6 @@ class _Effects(NamedInErrors):
 
     def _record(self, taken: _Taken, outcome: _Outcome) -> None:
         """Record the outcome with the rows of ``recorded`` in one transaction. If that fails, keep the outcome."""
-        known = taken.row, outcome.result
         try:
             found = self._finish(taken.effect, taken.row, taken.token, outcome)
         except BaseException as error:  # also after a cancellation, keep the provider's answer
@@ -577,7 +577,8 @@ class _Effects(NamedInErrors):
                 raise
             if kept:
                 self._report("failed", taken.row, taken, error)
-                raise _not_recorded(*known, error, "the row keeps the outcome, and `settle` tries again") from error
+                then = "the row keeps the outcome, and `settle` tries again"
+                raise _not_recorded(taken.row, outcome.result, error, then) from error
             found = _Found.TAKEN_OVER
         if found is _Found.TAKEN_OVER:
             self._waiting.to_the_end(partial(self._keep_beside, taken, outcome))
@@ -648,7 +649,7 @@ class _Effects(NamedInErrors):
         effect, row, table = taken.effect, taken.row, self._tables.marker
         number = taken.attempt.number
         values = record.evidence(outcome.number, outcome.data, number if outcome.by == ATTEMPT else None)
-        error = "it was done, but its value cannot be stored" if outcome.data is None else None
+        error = _UNSTORABLE if outcome.data is None else None
         before = self._change(row.key, None, reads=True).now
         changing = self._change(row.key, record.keep_beside(table, row, taken.token, number, values, error), reads=True)
         kept, now = changing.made is not None, changing.now
@@ -730,7 +731,7 @@ class _Effects(NamedInErrors):
 
     def _ask_again(self, row: Seen, decision: dict[str, Any]) -> NoReturn:
         """Leave the effect to a person again: after the decision, an attempt returned a value that cannot be stored."""
-        text = f"it was done, but its value cannot be stored; it came after {decision['who']} had decided"
+        text = f"{_UNSTORABLE}; it came after {decision['who']} had decided"
         values = {"decision": None, "stopped_at": now_ms(), "error": text}
         self._release(row, row.token, None, over=True, waits=False, **values)
         logger.error("a person must decide again: %s was decided as %s; %s", _label(row), decision["outcome"], text)

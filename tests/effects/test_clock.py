@@ -1,13 +1,12 @@
 """The database's clock was ahead by an hour when a row was written, and was then set right."""
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from sqlalchemy import select
 
 from databases import USUAL_DRIVERS
-from effect_rig import Till, tills
+from effect_rig import SAID, Till, tills
 from kit import Gate
 from projector_dedup.dialects.columns import now_ms
 from projector_dedup.effects import EffectUnknown, NotDone, resend, stop
@@ -16,7 +15,6 @@ from projector_dedup.maintenance.effects import advise_effects, find_effect, fin
 
 till = tills([each for each in USUAL_DRIVERS if not each.is_async])
 HOUR = timedelta(hours=1)
-SAID: dict[str, Any] = {"why": "the provider shows it", "who": "ada"}
 
 
 def set_right(till: Till) -> None:

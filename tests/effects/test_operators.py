@@ -8,7 +8,7 @@ import pytest
 
 from command import idempotency, importing
 from databases import USUAL_DRIVERS
-from effect_rig import Till, tills
+from effect_rig import SAID, Till, tills
 from kit import Gate
 from projector_dedup.commands import default_command_tables
 from projector_dedup.effects import Attempt, LeaseLostError, Rejected, default_effect_tables
@@ -19,21 +19,10 @@ from projector_dedup.maintenance.rows import forget
 
 till = tills([each for each in USUAL_DRIVERS if not each.is_async])
 
-SAID: dict[str, Any] = {"why": "the provider shows it", "who": "ada"}
-
-
-def _stopped(till: Till) -> Any:
-    """Return an effect whose reply was lost, and whose policy has ended."""
-    charge = till.effect(till.loses_reply)
-    till.run_unknown(charge)
-    till.pass_time(31)
-    assert till.settle(charge) == "1 stopped"
-    return charge
-
 
 def test_a_person_says_that_it_was_done(till: Till) -> None:
     """The next sweep records it, with the payment; who said so is kept."""
-    charge, engine = _stopped(till), till.harness.engine
+    charge, engine = till.stopped(), till.harness.engine
     assert [each.state for each in find_effects(engine)] == ["needs a person"]
     assert "need a person" in advise_effects(engine)[0].problem
     assert resolve(engine, "k1", attempt=1, outcome="done", value='"pi_77"', **SAID).state == "decided"
@@ -46,7 +35,7 @@ def test_a_person_says_that_it_was_done(till: Till) -> None:
 
 def test_a_person_says_that_it_was_not_done(till: Till) -> None:
     """It is sent again, as if it were the first time."""
-    charge = _stopped(till)
+    charge = till.stopped()
     resolve(till.harness.engine, "k1", attempt=1, outcome="not done", **SAID)
     assert till.settle(charge) == "1 not done"
     assert till.settle(charge) == "1 done"
@@ -64,7 +53,7 @@ def test_a_person_cancels_what_was_never_sent(till: Till) -> None:
 
 def test_a_decision_on_a_state_that_has_moved_is_refused(till: Till) -> None:
     """Another attempt, an attempt that is running, an outcome: nothing is written."""
-    charge, engine, gate = _stopped(till), till.harness.engine, Gate(till.harness)
+    charge, engine, gate = till.stopped(), till.harness.engine, Gate(till.harness)
     resolve(engine, "k1", attempt=1, outcome="not done", **SAID)
     assert till.settle(charge) == "1 not done"
 
@@ -106,7 +95,7 @@ def test_a_decision_gives_way_to_the_attempt_and_is_not_forgotten_in_silence(
 
 def test_a_value_that_does_not_fit_stays_listed(till: Till) -> None:
     """It is checked against the type before it is recorded; another decision replaces it."""
-    charge, engine = _stopped(till), till.harness.engine
+    charge, engine = till.stopped(), till.harness.engine
     for value in ("pi_77", "NaN", "[1e999]"):
         with pytest.raises(RefusedError, match="not JSON"):
             resolve(engine, "k1", attempt=1, outcome="done", value=value, **SAID)
@@ -119,7 +108,7 @@ def test_a_value_that_does_not_fit_stays_listed(till: Till) -> None:
 
 def test_what_is_not_finished_is_neither_pruned_nor_forgotten(till: Till) -> None:
     """However old it is. What is finished is pruned by its age."""
-    charge, engine = _stopped(till), till.harness.engine
+    charge, engine = till.stopped(), till.harness.engine
     assert prune(engine, retention_hours=0.0001, tables=default_effect_tables).deleted == 0
     with pytest.raises(RefusedError):
         forget(engine, "0:k1", tables=default_effect_tables)
@@ -147,7 +136,7 @@ effects = Effects(sessionmaker(create_engine(os.environ["PROJECTOR_DEDUP_DATABAS
 
 def test_the_command(till: Till, tmp_path: Path) -> None:
     """List says by its exit code that somebody is needed; show says what to do; resolve and settle do it."""
-    _stopped(till)
+    till.stopped()
     (tmp_path / "shop_of_test.py").write_text(APP)
     url = till.harness.subject.url.render_as_string(hide_password=False)
 

@@ -9,7 +9,7 @@ from sqlalchemy import create_engine, event
 
 from command import idempotency
 from databases import USUAL_DRIVERS
-from effect_rig import Charge, Till, tills
+from effect_rig import SAID, Charge, Till, tills
 from kit import Gate
 from projector_dedup.dialects import dialect_of
 from projector_dedup.effects import DoubleEffectError, NotDone, default_effect_tables, effect, resend
@@ -27,7 +27,6 @@ from projector_dedup.maintenance.stats import gauges
 
 till = tills([each for each in USUAL_DRIVERS if not each.is_async])
 DAY = timedelta(days=1)
-SAID: dict[str, Any] = {"why": "the provider shows it", "who": "ada"}
 
 
 def url(till: Till) -> str:
@@ -142,18 +141,9 @@ def test_equal_answers_that_are_written_differently_are_one_effect(till: Till, r
 # Two persons ----------------------------------------------------------------------------------------------------------
 
 
-def stopped(till: Till) -> Any:
-    """Return an effect that needs a person."""
-    charge = till.effect(till.loses_reply)
-    till.run_unknown(charge)
-    till.pass_time(31)
-    assert till.settle(charge) == "1 stopped"
-    return charge
-
-
 def test_a_second_decision_names_the_first(till: Till) -> None:
     """Otherwise it is refused; both stay in the row, in their order."""
-    charge, engine = stopped(till), till.harness.engine
+    charge, engine = till.stopped(), till.harness.engine
     resolve(engine, "k1", attempt=1, outcome="not done", why="not there", who="ada")
     second: Callable[..., Any] = lambda **more: resolve(  # noqa: E731
         engine, "k1", attempt=1, outcome="done", value='"pi_1"', why="it is", who="bob", **more
@@ -171,7 +161,7 @@ def test_a_second_decision_names_the_first(till: Till) -> None:
 
 def test_of_two_decisions_at_the_same_moment_one_wins(till: Till) -> None:
     """The other person is told, and writes nothing."""
-    stopped(till)
+    till.stopped()
     both = [
         till.harness.start(resolve, till.harness.engine, "k1", attempt=1, outcome="not done", why="no", who=who)
         for who in ("ada", "bob")
@@ -183,7 +173,7 @@ def test_of_two_decisions_at_the_same_moment_one_wins(till: Till) -> None:
 
 def test_a_decision_between_look_and_write_wins(till: Till) -> None:
     """The row is as the second person has read it, but for the decision."""
-    stopped(till)
+    till.stopped()
     engine = till.harness.engine
     if not dialect_of(engine).locks_rows:
         pytest.skip("SQLite has one writer, who begins before it reads")

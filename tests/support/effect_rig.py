@@ -34,6 +34,8 @@ from projector_dedup.effects.record import new_token
 from reach import reach
 
 TABLE = default_effect_tables.marker
+SAID: dict[str, Any] = {"why": "the provider shows it", "who": "ada"}
+"""What a person says with a decision."""
 TIMES = ("armed_at", "lease_until", "first_sent_at", "ended_at", "next_at", "stopped_at")
 
 
@@ -170,6 +172,14 @@ class Till:
         """Call ``run``, which does not learn whether the effect was done."""
         with pytest.raises(EffectUnknown):
             self.run(made)
+
+    def stopped(self) -> Any:
+        """Return an effect whose reply was lost, and whose policy has ended: it needs a person."""
+        made = self.effect(self.loses_reply)
+        self.run_unknown(made)
+        self.pass_time(31)
+        assert self.settle(made) == "1 stopped"
+        return made
 
     def overdue(self, made: Any, gate: Gate, *said: Any) -> Future[Any]:
         """Start an attempt, which stops at the gate, and let its lease end."""
