@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from databases import DRIVERS, USUAL_DRIVERS, Driver
 from projector_dedup import Message
-from projector_dedup.errors import UnsafeSessionError
+from projector_dedup.errors import RetriesExhaustedError, UnsafeSessionError
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.rows import forget
 from projector_dedup.options import RetryPolicy
@@ -101,7 +101,6 @@ LATER = [
     for driver in MARIADB
     if driver in USUAL_DRIVERS
     for setting in (
-        "max_statement_time = 0.000001",
         "max_join_size = 1",
         "tx_read_only = 1",
         "max_session_mem_used = 8192",
@@ -138,15 +137,21 @@ def test_a_setting_that_prevents_deliveries_makes_no_poison(rig_on: RigOn, drive
     assert durable.markers == durable.amount
 
 
-def test_a_statement_timeout_makes_no_poison(rig_on: RigOn) -> None:
+TIMEOUTS = [(PSYCOPG, "statement_timeout=250", "pg_sleep(60)")]
+TIMEOUTS += [(driver, "max_statement_time = 0.25", "sleep(60)") for driver in MARIADB if driver in USUAL_DRIVERS]
+
+
+@pytest.mark.parametrize(("driver", "setting", "sleep"), TIMEOUTS, ids=str)
+def test_a_statement_timeout_makes_no_poison(rig_on: RigOn, driver: Driver, setting: str, sleep: str) -> None:
     """The server cancels a statement of the handler: the message is not rejected, and nothing is applied."""
-    rig = rig_on(PSYCOPG, **set_by_deployment(PSYCOPG, "statement_timeout=250"))
+    rig = rig_on(driver, **set_by_deployment(driver, setting))
 
     def slow(session: Session) -> None:
         add(session)
-        session.execute(text("select pg_sleep(60)"))
+        session.execute(text(f"select {sleep}"))
 
-    with pytest.raises(OperationalError, match="statement timeout") as raised:
+    refused = pytest.raises((OperationalError, RetriesExhaustedError), match=r"statement timeout|max_statement_time")
+    with refused as raised:
         rig.deliver(slow, retry=RetryPolicy(attempts=2, base=0.0005))
     assert verdict_of(raised.value).action is not Action.REJECT
     assert rig.durable() == NOTHING
