@@ -11,7 +11,7 @@ TOOLS := tests/support:tests/contract:tests/proofs
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lowest newest outside nightly mutants matrix cluster torture explore harmless effects-proof effects-sweep effects-peers kit-peers lint types docs pictures dist sbom try-release bench
+.PHONY: demo test lowest newest outside nightly mutants matrix cluster torture explore harmless effects-proof effects-sweep shop-proof effects-peers kit-peers lint types docs pictures dist sbom try-release bench
 
 demo: .venv/demo.stamp
 	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
@@ -72,6 +72,10 @@ effects-proof: .venv/dev.stamp
 # Two processes settle 100,000 effects on each engine (fewer: ARGS="--rows 10000"), and are killed meanwhile. Half an hour or more.
 effects-sweep: .venv/dev.stamp
 	@PYTHONPATH=$(TOOLS) $(BIN)/python -m effect_sweep $(ARGS)
+
+# The shop of docs/shop.md for ten minutes of kills, lies and wrong clocks; ARGS="--engines mariadb --minutes 2". It needs RabbitMQ.
+shop-proof: .venv/dev.stamp
+	@PYTHONPATH=$(TOOLS) $(BIN)/python -m shop_proof $(ARGS)
 
 # Clients in the orders of their round trips, for so many seconds with each case and driver. 40 minutes; EACH=60: two hours.
 EACH ?= 20

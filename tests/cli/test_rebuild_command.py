@@ -1,5 +1,6 @@
 """`idempotency rebuild`: a recipe that one follows with a terminal, its exit codes, and what it says at each step."""
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -75,8 +76,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         for table in ("old", "new"):
             connection.execute(text(f"CREATE TABLE {table} (number INTEGER)"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    import shop as application  # type: ignore[import-not-found]  # it is in the folder
-
+    application = importlib.import_module("shop")
     for message in application.archive:
         application.before.deliver(message)
     yield engine

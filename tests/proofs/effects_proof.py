@@ -258,8 +258,8 @@ def main() -> int:
     number = -(-given.effects // len(cells))
     began, wrong, total = time.monotonic(), 0, Counter[str]()
     _print(f"Seed {given.seed}.\n")
-    _print_row("database, policy", *COLUMNS)
-    _print_row("---", *["---:"] * len(COLUMNS))
+    print_row("database, policy", *COLUMNS)
+    print_row("---", *["---:"] * len(COLUMNS))
     with servers(engines) as create, ThreadPoolExecutor(given.workers) as pool:
         for cell, counts in zip(
             cells,
@@ -268,8 +268,8 @@ def main() -> int:
         ):
             wrong += any(counts[name] for name in WRONG) or counts["recorded in the end"] != counts["effects"]
             total += counts
-            _print_row(f"{cell[0]}, {cell[1]}", *(f"{counts[name]:,}" for name in COLUMNS))
-    _print_row("all", *(f"{total[name]:,}" for name in COLUMNS))
+            print_row(f"{cell[0]}, {cell[1]}", *(f"{counts[name]:,}" for name in COLUMNS))
+    print_row("all", *(f"{total[name]:,}" for name in COLUMNS))
     _print(f"\n{wrong} of {len(cells)} rows are wrong. {time.monotonic() - began:,.0f} s.")
     return int(wrong > 0)
 
@@ -279,7 +279,8 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-def _print_row(*cells: str) -> None:
+def print_row(*cells: str) -> None:
+    """Print a row of a table in Markdown."""
     _print(f"| {' | '.join(cells)} |")
 
 
