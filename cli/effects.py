@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import shlex
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -34,14 +35,33 @@ _options = partial(database_options, kinds=[EffectTables])
 _EXAMPLE = "myapp.shop:effects"
 _DECISIONS: dict[str, Decided] = {"done": "done", "rejected": "rejected", "not-done": "not done"}
 
+_SETTLE = "`idempotency effects settle --app ...`"
 _NEXT = {
-    State.ARMED: "`idempotency effects settle --app ...` sends it",
-    State.UNKNOWN: "`idempotency effects settle --app ...` asks or sends again, if the policy permits it",
-    State.KEPT: "`idempotency effects settle --app ...` records it; the error above is why that failed before",
-    State.DECIDED: "`idempotency effects settle --app ...` records it",
-    State.STOPPED: "search for the provider key at the provider, then run `idempotency effects resolve`",
-    State.DOUBLE: "look at the provider, undo one of both deeds, then run `idempotency effects resolve KEY --seen`",
+    State.ARMED: (f"{_SETTLE} sends it. To cancel it:", ["--attempt 0 --rejected cancelled"]),
+    State.UNKNOWN: (f"{_SETTLE} asks or sends again, if the policy permits it.", []),
+    State.KEPT: (f"{_SETTLE} records it; the error above is why that failed before.", []),
+    State.DECIDED: (f"{_SETTLE} records it.", []),
+    State.STOPPED: (
+        "search for the provider key at the provider. If it was done, give the value that the function returns; if the "
+        "provider has nothing, it is sent again with this key:",
+        ["--attempt {attempt} --done JSON", "--attempt {attempt} --not-done"],
+    ),
+    State.DOUBLE: (
+        "look at the provider, keep the deed with the recorded value (`show --values`), and undo the other. Then:",
+        ["--seen"],
+    ),
 }
+"""What the person does next, and the options of `resolve` for it."""
+
+
+def _say_next(found: StoredEffect) -> None:
+    if found.state not in _NEXT:
+        return
+    text, options = _NEXT[found.state]
+    say(f"Next: {text}")
+    words = ["idempotency", "effects", "resolve", found.key, *(["--scope", found.scope] if found.scope else [])]
+    for each in options:
+        say(f"  {printable(shlex.join(words))} {each.format(attempt=found.attempt)} --reason TEXT")
 
 
 def _one_of(command: Any) -> Any:
@@ -126,13 +146,14 @@ def list_effects(
         )
         say("There are more effects: raise --limit." if more else "")
     people = sum(each.state in (State.STOPPED, State.DOUBLE) for each in found)
+    problems = []
     if people:
-        raise Failed(f"effects that need a person: {people}; run `idempotency effects show KEY` for each")
+        problems.append(f"effects that need a person: {people} (run `idempotency effects show KEY` for each)")
     if late:
-        raise Failed(
-            f"effects that have been armed or due for more than {duration(overdue)}: {late}; run `idempotency effects "
-            "settle --app ...` from cron, and read its log lines"
-        )
+        since = duration(overdue)
+        problems.append(f"effects armed or due for more than {since}: {late} (run {_SETTLE} from cron, read its log)")
+    if problems:
+        raise Failed("; ".join(problems))
 
 
 @effects.command(epilog=EXIT_CODES)
@@ -158,8 +179,7 @@ def show(deployment: Deployment, key: str, effect: str | None, scope: str | None
     for name, value in _as_object(found, values=values).items():
         if value not in (None, []):
             click.echo(f"{name.replace('_', ' '):<14}  {printable(_text(value))}")
-    if found.state in _NEXT:
-        say(f"Next: {_NEXT[found.state]}.")
+    _say_next(found)
 
 
 @effects.command(epilog=EXIT_CODES)
@@ -167,7 +187,7 @@ def show(deployment: Deployment, key: str, effect: str | None, scope: str | None
 @_one_of
 @click.option("--attempt", type=WholeNumber(min=0), help="The number of attempts that `show` printed.")
 @click.option("--done", metavar="JSON", help="The effect was done, with this value: '\"pi_77\"', or null.")
-@click.option("--rejected", metavar="CODE", help="The provider rejected the effect, or you cancel it.")
+@click.option("--rejected", metavar="CODE", help="The provider rejected the effect, or you cancel it: any word.")
 @click.option("--not-done", is_flag=True, help="The effect was not done, so `settle` sends it again.")
 @click.option("--seen", is_flag=True, help="You have looked at an effect that was done twice, and have undone one.")
 @click.option(
@@ -201,7 +221,7 @@ def resolve(
     Examples:
       idempotency effects resolve o7 --attempt 2 --done '"pi_7"' --reason seen
       idempotency effects resolve o7 --attempt 2 --not-done --reason "not there"
-      idempotency effects resolve o7 --attempt 0 --rejected void --reason asked
+      idempotency effects resolve o7 --attempt 0 --rejected cancelled --reason x
       idempotency effects resolve o7 --seen --reason "refunded pi_8"
     """
     if (done is not None) + (rejected is not None) + not_done + seen != 1:
@@ -227,7 +247,7 @@ def resolve(
             instead_of=_DECISIONS[instead_of] if instead_of else None,
             **place,
         )
-    say(f"{printable(found.effect)}, key {printable(found.key)}: {found.state}. Next: {_NEXT[State.DECIDED]}.")
+    say(f"{printable(found.effect)}, key {printable(found.key)}: {found.state}. Next: {_NEXT[State.DECIDED][0]}")
 
 
 @effects.command(epilog=EXIT_CODES)

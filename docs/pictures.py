@@ -40,8 +40,8 @@ DARK = {
 COMMANDS = {"exactly-once": "pytest -q --show-capture=no", "check": "idempotency check"}
 """The pictures of terminals, each with the command that prints it."""
 
-TWINS = ["transaction", "twice", *COMMANDS]
-"""The pictures that have a dark twin by ``DARK``. The first two are drawn by hand."""
+TWINS = ["transaction", "twice", "shop", *COMMANDS]
+"""The pictures that have a dark twin by ``DARK``. The first three are drawn by hand."""
 
 # The format of rich without the fonts that it fetches: a picture in a page may fetch nothing.
 FORMAT = """\

@@ -109,6 +109,15 @@ class RecordKey:
                 f"use shorter ones ({error})"
             ) from None
 
+    @classmethod
+    def read(cls, stored: str) -> RecordKey:
+        """Return the key of a text that a row has."""
+        length, _, text = stored.partition(":")
+        return cls(text[int(length) :], text[: int(length)] or None, stored)
+
+    def __str__(self) -> str:
+        return f"key {printable(self.key)[:80]}" + ("" if self.scope is None else f" in scope {printable(self.scope)}")
+
 
 def _shown(value: object) -> str:
     return "an empty text" if value == "" else type(value).__name__

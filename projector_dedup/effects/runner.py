@@ -931,7 +931,7 @@ def _rejected(data: bytes, *, replayed: bool) -> Rejected:
 
 
 def _label(row: Seen) -> str:
-    return f"effect {printable(row.handler)}, key {printable(row.message_id)[:80]}"
+    return f"effect {printable(row.handler)}, {RecordKey.read(row.message_id)}"
 
 
 def _count(settled: Settled, number: int | None) -> None:

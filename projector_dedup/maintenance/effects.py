@@ -317,47 +317,36 @@ def _one(connection: Connection, tables: EffectTables, asked: RecordKey, effect:
         )
     if len(found) > 1:
         names = ", ".join(printable(row.handler) for row in found)
-        raise RefusedError(f"several effects have the {_of(asked)}: {names}. Choose one with --effect NAME")
+        raise RefusedError(f"several effects have the {asked}: {names}. Choose one with --effect NAME")
     return found[0]
 
 
 def _label(name: str | None, asked: RecordKey) -> str:
-    return f"the effect{'' if name is None else f' {printable(name)}'} of the {_of(asked)}"
+    return f"the effect{'' if name is None else f' {printable(name)}'} of the {asked}"
 
 
 def _label_of(row: Row[Any]) -> str:
-    return _label(row.handler, RecordKey.of(*_key(row.message_id)))
-
-
-def _of(asked: RecordKey) -> str:
-    return f"key {printable(asked.key)[:80]}" + ("" if asked.scope is None else f" in scope {printable(asked.scope)}")
-
-
-def _key(stored: str) -> tuple[str, str | None]:
-    """Return the key and the scope of a stored text."""
-    length, _, text = stored.partition(":")
-    return text[int(length) :], text[: int(length)] or None
+    return _label(row.handler, RecordKey.read(row.message_id))
 
 
 def _stored(row: Row[Any]) -> StoredEffect:
-    key, scope = _key(row.message_id)
-    decisions = _decisions(row.decision)
-    given = [each.pop("value", None) for each in decisions]
+    asked = RecordKey.read(row.message_id)
+    said = _decisions(row.decision)
     value = next((each for each in (row.result, row.evidence) if each is not None), None)
-    if value is None and given and given[-1] is not None:
-        value = given[-1].encode()
+    if value is None and said and said[-1].get("value") is not None:
+        value = said[-1]["value"].encode()
     moments = ("first_sent_at", "ended_at", "lease_until", "next_at", "stopped_at")
     return StoredEffect(
         effect=row.handler,
-        key=key,
-        scope=scope,
+        key=asked.key,
+        scope=asked.scope,
         state=state_of(row),
         attempt=row.attempt,
         provider_key=row.provider_key,
         age=timedelta(milliseconds=row.now - row.armed_at),
         armed_at=_moment(row.armed_at),
         **{name: None if getattr(row, name) is None else _moment(getattr(row, name)) for name in moments},
-        decisions=decisions,
+        decisions=[{name: each[name] for name in each if name not in ("value", "knew")} for each in said],
         decided_by=row.decided_by,
         error=row.error,
         request=bytes(row.request),
@@ -394,8 +383,8 @@ def needs_person(tables: EffectTables) -> ColumnElement[bool]:
 def is_overdue(tables: EffectTables, since: timedelta) -> ColumnElement[bool]:
     """Return the condition that the effect was due, or was armed and never sent, at least so long ago."""
     column, then = tables.marker.c, now_ms() - _milliseconds(since)
-    armed = column.first_sent_at.is_(None) & column.next_at.is_not(None) & (column.armed_at <= then)
-    return column.outcome.is_(None) & ((column.next_at <= then) | armed)
+    unsent = column.first_sent_at.is_(None) & column.next_at.is_not(None) & column.decision.is_(None)
+    return column.outcome.is_(None) & ((column.next_at <= then) | (unsent & (column.armed_at <= then)))
 
 
 def is_unknown(tables: EffectTables) -> ColumnElement[bool]:

@@ -82,7 +82,8 @@ def main(folder: Path) -> None:
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            return work(shop, line, folder)
+            work(shop, line, folder)
+            return
         sys.stdout.write(f"{child}\n")
         sys.stdout.flush()
     os.killpg(0, signal.SIGKILL)
