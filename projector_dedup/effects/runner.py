@@ -101,6 +101,7 @@ class _Transaction:
     key: tuple[str, str]
     change: Callable[[Connection, Dialect], bool]
     handler: Callable[[UnitOfWork], Callable[[], Any] | None]
+    reads: bool = False  #: True: ``change`` only reads, and must not wait for rows that others hold
     marked = connected = True
 
     def __post_init__(self) -> None:
@@ -110,6 +111,8 @@ class _Transaction:
         """Change the row. Return True if there is something to commit."""
 
         def changes(connection: Connection, dialect: Dialect) -> bool:
+            if self.reads and uow.durable:  # else the transaction is the caller's
+                dialect.lock_nothing(connection)
             dialect.refuse_marker(connection, self.tables.marker)
             with library_errors(connection, dialect, self.tables):
                 dialect.limit_waits(connection)
@@ -379,7 +382,7 @@ class _Effects(NamedInErrors):
                 )
             return False
 
-        self._transact(("", "settle"), look)
+        self._transact(("", "settle"), look, reads=True)
         return found
 
     def _log_overdue(self, others: list[tuple[str, int]]) -> None:
@@ -771,8 +774,10 @@ class _Effects(NamedInErrors):
         key: tuple[str, str],
         change: Callable[[Connection, Dialect], bool],
         handler: Callable[[UnitOfWork], Callable[[], Any] | None] = lambda _: None,
+        *,
+        reads: bool = False,
     ) -> None:
-        work = _Transaction(self._tables, key, change, handler)
+        work = _Transaction(self._tables, key, change, handler, reads)
         deliver(work, self._factory, self._options, self._policy, self._waiting)
 
 
