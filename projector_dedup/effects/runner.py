@@ -687,7 +687,7 @@ class _Effects(NamedInErrors):
     def _double(self, taken: _Taken, outcome: _Outcome, twice: str) -> DoubleEffectError:
         """Report that the effect was done twice, which its row says already. Return the error."""
         text = f"{twice}; check the provider, and undo one of them"
-        logger.error("two attempts were done: %s", text)
+        logger.error("%s", text)
         error = DoubleEffectError(text, outcome.result)
         self._report("double", taken.row, taken, error)
         return error
