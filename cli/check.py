@@ -29,6 +29,7 @@ from .options import EXIT_CODES, Deployment, database_options, overdue_option
 from .output import Failed, coloured, fitted, json_option, print_json, reason, say
 
 _EXAMPLE = "myapp.consumer:dispatcher"
+EFFECTS_EXAMPLE = "myapp.shop:effects"
 
 
 @click.command(epilog=EXIT_CODES)
@@ -40,7 +41,7 @@ _EXAMPLE = "myapp.consumer:dispatcher"
     metavar="MODULE:DISPATCHER",
     help=f"A dispatcher of your application, or a function without arguments that returns one: {_EXAMPLE}. A handler "
     "that has markers, but is in no dispatcher, is then a problem. Repeat it for every dispatcher with these tables. "
-    "With --effects: an Effects, whose names are compared.",
+    f"With --effects: an Effects, such as {EFFECTS_EXAMPLE}, whose names are compared.",
 )
 @overdue_option
 @click.option(
@@ -70,8 +71,10 @@ def check(deployment: Deployment, apps: tuple[str, ...], overdue: timedelta, fai
     tables, found = deployment.tables, None
     if apps and isinstance(tables, CommandTables):
         raise click.UsageError("--app checks handlers and effects, so it cannot be used with --commands")
-    kinds = (Effects, AsyncEffects) if isinstance(tables, EffectTables) else (Dispatcher, AsyncDispatcher)
-    identities = frozenset[str]().union(*(from_application(app, kinds, _EXAMPLE).identities for app in apps))
+    takes_effects = isinstance(tables, EffectTables)
+    kinds = (Effects, AsyncEffects) if takes_effects else (Dispatcher, AsyncDispatcher)
+    example = EFFECTS_EXAMPLE if takes_effects else _EXAMPLE
+    identities = frozenset[str]().union(*(from_application(app, kinds, example).identities for app in apps))
     with deployment.opened() as engine:
         findings = findings_of(engine, tables) + check_installed_revisions()
         if not any(finding.fatal for finding in findings):

@@ -26,13 +26,12 @@ from projector_dedup.maintenance.effects import resolve as decide
 from projector_dedup.maintenance.state import duration, moment_with_zone
 from projector_dedup.message import printable
 
-from .check import from_application
+from .check import EFFECTS_EXAMPLE, from_application
 from .options import EXIT_CODES, Deployment, WholeNumber, database_options, debug_option, overdue_option, span
 from .output import Failed, json_option, one_line, print_json, say, table
 from .rows import readable
 
 _options = partial(database_options, kinds=[EffectTables])
-_EXAMPLE = "myapp.shop:effects"
 _DECISIONS: dict[str, Decided] = {"done": "done", "rejected": "rejected", "not-done": "not done"}
 
 _SETTLE = "`idempotency effects settle --app ...`"
@@ -255,7 +254,7 @@ def resolve(
     "--app",
     required=True,
     metavar="MODULE:EFFECTS",
-    help=f"The Effects or AsyncEffects of your application, or a function that returns one: {_EXAMPLE}.",
+    help=f"The Effects or AsyncEffects of your application, or a function that returns one: {EFFECTS_EXAMPLE}.",
 )
 @click.option("--limit", type=WholeNumber(min=1), default=100, show_default=True, help="Handle at most this many.")
 @json_option
@@ -272,7 +271,7 @@ def settle(app: str, limit: int, as_json: bool, debug: bool) -> None:
       idempotency effects settle --app myapp.shop:make_effects --limit 1000 --json
     """
     with one_line(debug=debug):
-        found = from_application(app, (Effects, AsyncEffects), _EXAMPLE)
+        found = from_application(app, (Effects, AsyncEffects), EFFECTS_EXAMPLE)
         settled: Settled = (
             asyncio.run(found.settle(limit=limit)) if isinstance(found, AsyncEffects) else found.settle(limit=limit)
         )

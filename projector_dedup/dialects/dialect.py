@@ -273,6 +273,9 @@ class Dialect(ABC):
     def limit_waits(self, connection: Connection) -> None:  # most servers have a limit of their own
         """Limit how long a statement of the transaction waits for a lock, where the server would wait for ever."""
 
+    def lock_nothing(self, connection: Connection) -> None:  # on most servers, no plain SELECT does
+        """Let the plain SELECTs of the transaction that begins now lock nothing, so they wait for nobody."""
+
     def begin_around(self, connection: Connection, marker: Table | None) -> None:
         """Send BEGIN before the savepoint of an external transaction, which would else be the transaction itself."""
         self.begin(connection, marker, None)

@@ -34,7 +34,7 @@ from .listeners import TABLES, are_of_others, ask, info_of, listen_once
 # The meaning of errors, by number (MariaDB documentation, "MariaDB Error Code Reference") ----------------------------
 
 _DEADLOCK, _RECORD_CHANGED, _LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, _NO_SAVEPOINT = 1213, 1020, 1205, 1969, 1305
-_LOCK_TABLE_FULL = 1206
+_LOCK_TABLE_FULL, _TRANSACTION_IN_PROGRESS = 1206, 1568
 _TRANSIENT = {
     _DEADLOCK,
     _LOCK_TABLE_FULL,
@@ -156,6 +156,17 @@ class MariaDB(Dialect):
             yield
         finally:
             _wanted.reset(token)
+
+    def lock_nothing(self, connection: Connection) -> None:
+        """Choose REPEATABLE READ for one transaction: at SERIALIZABLE, a plain SELECT locks the rows that it reads.
+
+        If a listener has begun the transaction, it keeps its level.
+        """
+        try:
+            connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        except DBAPIError as error:
+            if _number(error) != _TRANSACTION_IN_PROGRESS:
+                raise
 
     def refuse_table(self, connection: Connection, table: Table) -> None:
         """Raise ``UnsafeSessionError`` for a table of a storage engine without transactions, such as MyISAM or Aria."""

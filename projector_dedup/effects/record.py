@@ -351,8 +351,13 @@ def remove(table: Table, row: Seen, token: str) -> Change:
     return _by(delete(table).where(_has_token(table, row, token), *unfinished), lambda now: now is None)
 
 
-def finish(table: Table, row: Seen, token: str, outcome: int, data: bytes | None, by: str, *, over: bool) -> Change:
-    """Record the outcome. ``over``: also over evidence. An outcome is never written again."""
+def finish(
+    table: Table, row: Seen, token: str, outcome: int, data: bytes | None, by: str, *, over: bool, twice: str = ""
+) -> Change:
+    """Record the outcome. ``over``: also over evidence. An outcome is never written again.
+
+    ``twice`` is a text about the evidence and the outcome if two attempts were done. It marks the row.
+    """
     conditions = [_has_token(table, row, token), table.c.outcome.is_(None)]
     if not over:
         conditions.append(_has_no_evidence(table))
@@ -367,6 +372,7 @@ def finish(table: Table, row: Seen, token: str, outcome: int, data: bytes | None
         "next_at": None,
         "stopped_at": None,
         "error": case((is_double, table.c.error), else_=None),
+        **(_doubled(twice) if twice else {}),
     }
     statement = update(table).where(*conditions).values(values)
     return _by(statement, lambda now: _has(now, token=token, outcome=outcome, result=data))
@@ -380,28 +386,43 @@ def evidence(outcome: int, data: bytes | None, attempt: int | None) -> dict[str,
     return {"evidence_outcome": outcome, "evidence": data, "evidence_attempt": attempt}
 
 
-def keep_beside(table: Table, row: Seen, token: str, attempt: int, values: dict[str, Any], error: str | None) -> Change:
-    """Keep ``evidence`` that came after the row had been taken over; the first value that can be stored stays.
+def keep_beside(
+    table: Table, row: Seen, token: str, attempt: int, kept: dict[str, Any], error: str | None, twice: str
+) -> Change | None:
+    """Keep ``evidence`` that came after the ``row`` had been taken over; the first value that can be stored stays.
+
+    ``twice`` marks the row, as in ``finish``. Return None if there is nothing to write.
+    """
+    written: dict[str, Any] = {}
+    if row.token != token and _has_room(row, attempt, kept):
+        written = {**kept, "next_at": now_ms() if row.outcome is None else None}  # what has stopped is recorded now
+        if error is not None:
+            written["error"] = _kept_text(error)
+    if twice and written.get("evidence_outcome", row.evidence_outcome) == DONE:
+        written |= _doubled(twice)
+    if not written:
+        return None
+    names = ("token", "outcome", "evidence_outcome", "evidence_attempt")
+    unchanged = (table.c[name].is_not_distinct_from(getattr(row, name)) for name in names)
+    change = update(table).where(*_is(table, *row.key), *unchanged).values(written)
+    return _by(change, lambda now: _has(now, **{name: written[name] for name in written if name in kept}))
+
+
+def _has_room(row: Seen, attempt: int, kept: dict[str, Any]) -> bool:
+    """True if the row takes what is ``kept``, because it has nothing that is as strong.
 
     A rejection is kept only if no ``attempt`` with a higher number has begun: it says nothing of that one.
     """
-    column, late = table.c, (*_is(table, *row.key), table.c.token != token)
-    if values["evidence_outcome"] == DONE:
-        free = _has_no_evidence(table) | column.evidence_outcome.not_in((DONE, DOUBLE))
-        if values["evidence"] is not None:
-            free |= (column.evidence_outcome == DONE) & column.evidence.is_(None) & column.outcome.is_(None)
-    else:
-        free = _has_no_evidence(table) & (column.attempt == attempt)
-    next_at = case((column.outcome.is_(None), now_ms()), else_=None)  # what has stopped is recorded now
-    written = values | {"next_at": next_at} | ({} if error is None else {"error": _kept_text(error)})
-    return _by(update(table).where(*late, free).values(written), lambda now: _has(now, **values))
+    if kept["evidence_outcome"] != DONE:
+        return row.evidence_outcome is None and row.attempt == attempt
+    if row.evidence_outcome == DONE and row.evidence is None:
+        return row.outcome is None and kept["evidence"] is not None
+    return row.evidence_outcome not in (DONE, DOUBLE)
 
 
-def mark_double(table: Table, row: Seen, error: str) -> Change:
-    """Mark the row as done twice: it is not finished, and cleanup keeps it, until a person has seen it."""
-    done = (*_is(table, *row.key), table.c.evidence_outcome == DONE)
-    marked = update(table).where(*done).values(evidence_outcome=DOUBLE, processed_at=None, error=_kept_text(error))
-    return _by(marked, lambda now: _has(now, evidence_outcome=DOUBLE))
+def _doubled(error: str) -> dict[str, Any]:
+    """Return the values of a row that was done twice: it is not finished, and cleanup keeps it, until it is seen."""
+    return {"evidence_outcome": DOUBLE, "processed_at": None, "error": _kept_text(error)}
 
 
 def _kept_text(error: str) -> str:

@@ -101,6 +101,7 @@ class _Transaction:
     key: tuple[str, str]
     change: Callable[[Connection, Dialect], bool]
     handler: Callable[[UnitOfWork], Callable[[], Any] | None]
+    reads: bool = False  #: True: ``change`` only reads, and must not wait for rows that others hold
     marked = connected = True
 
     def __post_init__(self) -> None:
@@ -110,6 +111,8 @@ class _Transaction:
         """Change the row. Return True if there is something to commit."""
 
         def changes(connection: Connection, dialect: Dialect) -> bool:
+            if self.reads and uow.durable:  # else the transaction is the caller's
+                dialect.lock_nothing(connection)
             dialect.refuse_marker(connection, self.tables.marker)
             with library_errors(connection, dialect, self.tables):
                 dialect.limit_waits(connection)
@@ -146,7 +149,6 @@ class _Changing:
     key: tuple[str, str]
     change: Change | None
     otherwise: Callable[[Seen | None], Change | None]
-    reads: bool  #: True reads the row in any case
     waits: bool  #: False raises ``RowHeld`` if another transaction holds the row
     made: Change | None = None  #: the change that the row has
     now: Seen | None = None  #: the row as it was read
@@ -157,9 +159,8 @@ class _Changing:
         if not self.waits:
             record.lock(connection, dialect, self.table, *self.key)
         made = self.change if self.change is not None and self.change.run(connection) else None
-        if made is None or self.reads:
-            self.now = record.read(connection, self.table, *self.key)
         if made is None:
+            self.now = record.read(connection, self.table, *self.key)
             if self._written is not None and self._written.is_in(self.now):
                 self.made = self._written
                 return False
@@ -201,7 +202,6 @@ class _Found(Enum):
     """The state of a row when its outcome is about to be written."""
 
     MINE = auto()
-    DOUBLE = auto()  #: an earlier attempt was done too
     OVERRULED = auto()  #: an attempt has left a value, which has precedence
     TAKEN_OVER = auto()  #: another process or a person has taken over the row
 
@@ -379,7 +379,7 @@ class _Effects(NamedInErrors):
                 )
             return False
 
-        self._transact(("", "settle"), look)
+        self._transact(("", "settle"), look, reads=True)
         return found
 
     def _log_overdue(self, others: list[tuple[str, int]]) -> None:
@@ -567,7 +567,7 @@ class _Effects(NamedInErrors):
     def _record(self, taken: _Taken, outcome: _Outcome) -> None:
         """Record the outcome with the rows of ``recorded`` in one transaction. If that fails, keep the outcome."""
         try:
-            found = self._finish(taken.effect, taken.row, taken.token, outcome)
+            found, twice = self._finish(taken.effect, taken.row, taken.token, outcome)
         except BaseException as error:  # also after a cancellation, keep the provider's answer
             try:
                 kept = self._waiting.to_the_end(partial(self._keep, taken, outcome, error))
@@ -579,12 +579,12 @@ class _Effects(NamedInErrors):
                 self._report("failed", taken.row, taken, error)
                 then = "the row keeps the outcome, and `settle` tries again"
                 raise _not_recorded(taken.row, outcome.result, error, then) from error
-            found = _Found.TAKEN_OVER
+            found, twice = _Found.TAKEN_OVER, ""
         if found is _Found.TAKEN_OVER:
             self._waiting.to_the_end(partial(self._keep_beside, taken, outcome))
         self._report("done" if outcome.number == DONE else "rejected", taken.row, taken)
-        if found is _Found.DOUBLE:
-            raise self._waiting.to_the_end(partial(self._double, taken, outcome))
+        if twice:
+            raise self._double(taken, outcome, twice)
 
     def _lost(self, taken: _Taken, value: Any, why: BaseException, error: Exception) -> NotRecordedError:
         """Return the error for an outcome that was neither recorded, because of ``why``, nor kept in the row."""
@@ -595,29 +595,33 @@ class _Effects(NamedInErrors):
 
     def _finish(
         self, effect: Definition[Any, Any], row: Seen, token: str, outcome: _Outcome, *, waits: bool = True
-    ) -> _Found:
-        """Write the outcome, and call ``recorded`` or ``refused`` in the same transaction."""
-        found = _Found.MINE
+    ) -> tuple[_Found, str]:
+        """Write the outcome, and call ``recorded`` or ``refused`` in the same transaction.
+
+        If an earlier attempt was done too, mark the row, and also return a text that says so.
+        """
+        found, twice = _Found.MINE, ""
         finish = partial(record.finish, self._tables.marker, row, token, outcome.number, outcome.data, outcome.by)
         recording = finish(over=row.evidence_outcome is not None)
 
         def otherwise(now: Seen | None) -> Change | None:
-            nonlocal found
-            found = _Found.MINE
+            nonlocal found, twice
+            found, twice = _Found.MINE, ""
             if now is None or now.token != token or not (now.outcome is None or recording.is_in(now)):
                 found = _Found.TAKEN_OVER
                 return None
             evidence = now.evidence_outcome, now.evidence
             of_attempt = row.evidence_outcome is None and now.evidence_attempt is not None
             if of_attempt and outcome.by == ATTEMPT and _is_double(effect, outcome, *evidence):
-                found = _Found.DOUBLE
+                twice = _twice(now, now.attempt, outcome)
             if now.outcome is not None:  # another process has recorded the same outcome
+                found = _Found.TAKEN_OVER if twice else found  # so that the row is marked
                 return None
             agrees = outcome.number == DONE and (outcome.by == ATTEMPT or now.evidence is None)
             if now.evidence_outcome in (DONE, DOUBLE) and not agrees:
                 found = _Found.OVERRULED
                 return record.release(self._tables.marker, row, token, 0, over=True)  # the next settle records it
-            return finish(over=True)
+            return finish(over=True, twice=twice)
 
         function = effect.on_recorded if outcome.number == DONE else effect.on_refused
 
@@ -630,7 +634,7 @@ class _Effects(NamedInErrors):
         if found is _Found.OVERRULED:
             logger.error("%s: an earlier attempt was done, but a later answer differs: check the provider", _label(row))
             raise EffectUnknown(f"{_label(row)} was done by an earlier attempt; `settle` records its value")
-        return found
+        return found, twice
 
     def _keep(self, taken: _Taken, outcome: _Outcome, why: BaseException) -> bool:
         """Keep the outcome in the row, in a separate transaction.
@@ -650,20 +654,27 @@ class _Effects(NamedInErrors):
         number = taken.attempt.number
         values = record.evidence(outcome.number, outcome.data, number if outcome.by == ATTEMPT else None)
         error = _UNSTORABLE if outcome.data is None else None
-        before = self._change(row.key, None, reads=True).now
-        changing = self._change(row.key, record.keep_beside(table, row, taken.token, number, values, error), reads=True)
+        twice = ""
+
+        def keep(now: Seen | None) -> Change | None:
+            nonlocal twice
+            twice = ""
+            if now is None:
+                return None
+            others = [(now.outcome, now.result)] if now.decided_by == ATTEMPT else []  # values of other attempts
+            if now.evidence_attempt not in (None, number):  # None: of an ask
+                others.append((now.evidence_outcome, now.evidence))
+            if outcome.by == ATTEMPT and any(_is_double(effect, outcome, *other) for other in others):
+                twice = _twice(now, number, outcome)
+            return record.keep_beside(table, now, taken.token, number, values, error, twice)
+
+        changing = self._change(row.key, None, keep)
         kept, now = changing.made is not None, changing.now
         if now is None:
             self._report("fenced", row, taken)
             raise LeaseLostError(f"{_label(row)} has an outcome, but its row was deleted meanwhile", outcome.result)
-        others = []  # values of other attempts
-        if now.decided_by == ATTEMPT:
-            others.append((now.outcome, now.result))
-        for each in (now, before):  # a value that can be stored has taken the place of one that cannot
-            if each is not None and each.evidence_attempt not in (None, number):  # None: of an ask
-                others.append((each.evidence_outcome, each.evidence))
-        if outcome.by == ATTEMPT and any(_is_double(effect, outcome, *other) for other in others):
-            raise self._double(taken, outcome)
+        if twice:
+            raise self._double(taken, outcome, twice)
         self._report("fenced", row, taken)
         text = f"the outcome of {_label(row)} came after another process had taken over the effect"
         text += "; the row keeps the outcome" if kept else "; the outcome is only in this error"
@@ -673,18 +684,10 @@ class _Effects(NamedInErrors):
             logger.error("%s", text)
         raise LeaseLostError(text, outcome.result)
 
-    def _double(self, taken: _Taken, outcome: _Outcome) -> DoubleEffectError:
-        """Mark the row as done twice, so that it is listed until a person has seen it, and return the error."""
-        row, text = taken.row, f"two attempts at {_label(taken.row)} were done"
-        try:
-            if (now := self._change(row.key, None, reads=True).now) is not None:
-                text += f": {_both(taken.attempt.number, outcome.data, now)}"
-            logger.error("two attempts were done: %s", text)
-            self._change(row.key, record.mark_double(self._tables.marker, row, text))
-        except Exception as failed:  # noqa: BLE001  # the double must be told
-            reason = type(failed).__name__  # its text may contain a value
-            logger.error("%s; the row could not be marked, so no list has it: %s", text, reason)
-        text += "; check the provider, and undo one of them"
+    def _double(self, taken: _Taken, outcome: _Outcome, twice: str) -> DoubleEffectError:
+        """Report that the effect was done twice, which its row says already. Return the error."""
+        text = f"{twice}; check the provider, and undo one of them"
+        logger.error("%s", text)
         error = DoubleEffectError(text, outcome.result)
         self._report("double", taken.row, taken, error)
         return error
@@ -714,7 +717,7 @@ class _Effects(NamedInErrors):
         assert number is not None  # noqa: S101  # the row has both or neither
         result = effect.codec.loads(data) if number == DONE else _rejected(data, replayed=False)
         try:
-            found = self._finish(effect, row, row.token, _Outcome(number, data, by, result), waits=False)
+            found, _ = self._finish(effect, row, row.token, _Outcome(number, data, by, result), waits=False)
         except record.RowHeld:
             raise
         except Exception as error:  # a Rejected or NotDone of `recorded` says nothing about the effect
@@ -758,11 +761,10 @@ class _Effects(NamedInErrors):
         otherwise: Callable[[Seen | None], Change | None] = lambda _: None,
         handler: Callable[[UnitOfWork], Callable[[], Any] | None] = lambda _: None,
         *,
-        reads: bool = False,
         waits: bool = True,
     ) -> _Changing:
         """Change the row of an effect in a transaction of its own, in which ``handler`` runs too. See ``_Changing``."""
-        changing = _Changing(self._tables.marker, key, change, otherwise, reads, waits)
+        changing = _Changing(self._tables.marker, key, change, otherwise, waits)
         self._transact(key, changing.run, handler)
         return changing
 
@@ -771,8 +773,10 @@ class _Effects(NamedInErrors):
         key: tuple[str, str],
         change: Callable[[Connection, Dialect], bool],
         handler: Callable[[UnitOfWork], Callable[[], Any] | None] = lambda _: None,
+        *,
+        reads: bool = False,
     ) -> None:
-        work = _Transaction(self._tables, key, change, handler)
+        work = _Transaction(self._tables, key, change, handler, reads)
         deliver(work, self._factory, self._options, self._policy, self._waiting)
 
 
@@ -878,15 +882,16 @@ def _is_same_value(effect: Definition[Any, Any], one: bytes | None, other: bytes
         return False
 
 
-def _both(number: int, data: bytes | None, now: Seen) -> str:
-    """Return numbers, values and times of two attempts: the one that has just returned ``data``, and the other."""
+def _twice(now: Seen, number: int, outcome: _Outcome) -> str:
+    """Return a text about two attempts that were done: attempt ``number``, just now, and the one that the row has."""
     other = now.evidence_attempt, now.evidence, None if now.outcome else now.ended_at
     if now.evidence_attempt in (None, number):
         other = now.attempt, now.result, now.ended_at
-    return " and ".join(
+    both = " and ".join(
         f"attempt {each} ({_digest(value)}{'' if at is None else f', {_time(at)}'})"
-        for each, value, at in (other, (number, data, now.now))
+        for each, value, at in (other, (number, outcome.data, now.now))
     )
+    return f"two attempts at {_label(now)} were done: {both}"
 
 
 def _digest(data: bytes | None) -> str:

@@ -137,7 +137,7 @@ def _refuse_unfinished(tables: DedupTables, names: Sequence[str]) -> None:
         raise RefusedError(
             f"{', '.join(printable(name) for name in names)}: an unfinished effect cannot be deleted, because it may "
             "have been done. Let `idempotency effects settle` finish it, or decide it with `idempotency effects "
-            "resolve`, and delete it then"
+            "resolve` (`--seen` if it was done twice), and delete it then"
         )
 
 

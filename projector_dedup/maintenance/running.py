@@ -25,13 +25,14 @@ PASSING = (Failure.TRANSIENT, Failure.READ_ONLY, Failure.LOCK_TIMEOUT)  #: kinds
 
 @contextmanager
 def connected_to(engine: Engine, tables: DedupTables) -> Iterator[Connection]:
-    """Yield a connection of ``engine``, and roll back at the end.
+    """Yield a connection of ``engine`` to read, and roll back at the end. Its first transaction locks nothing.
 
     Raises ``MissingTableError`` if a statement of the block finds no table. Other errors are raised unchanged.
     """
     dialect = dialect_of(engine)
     dialect.prepare(engine)
     with connected(engine) as connection:
+        dialect.lock_nothing(connection)
         try:
             yield connection
         except DBAPIError as error:

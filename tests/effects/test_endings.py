@@ -3,15 +3,16 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, event
 from sqlalchemy.orm import Session, sessionmaker
 
-from databases import USUAL_DRIVERS
-from effect_rig import Charge, Till, tills
+from databases import USUAL_DRIVERS, Driver, each_driver
+from effect_rig import Charge, Till, till_on, tills
 from kit import Added, Gate
 from projector_dedup.effects import (
     Attempt,
@@ -25,6 +26,7 @@ from projector_dedup.effects import (
     resend,
     stop,
 )
+from projector_dedup.effects.record import DOUBLE
 from projector_dedup.errors import HandlerDefinitionError, UnsafeSessionError
 from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import default_tables
@@ -53,6 +55,29 @@ def lost_reply_of_commit(till: Till, number: int) -> Iterator[None]:
     finally:
         del dialect.do_commit
     assert left[0] <= 0
+
+
+class Killed(BaseException):
+    """Ends an attempt as a kill does: it is no Exception."""
+
+
+@contextmanager
+def killed_after_commit(till: Till, number: int) -> Iterator[list[int]]:
+    """Kill whoever sends the COMMIT with this number, from 1, when the database has committed."""
+    dialect: Any = till.harness.engine.dialect
+    left, commit = [number], dialect.do_commit
+
+    def committed(connection: Any) -> None:
+        commit(connection)
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+
+    dialect.do_commit = committed
+    try:
+        yield left
+    finally:
+        del dialect.do_commit
 
 
 @pytest.mark.parametrize("lost", [1, 2], ids=["of the attempt", "of the outcome"])
@@ -209,6 +234,65 @@ def test_two_values_of_which_none_could_be_recorded_are_heard_of(till: Till) -> 
     raised = [each.exception() for each in (first, second)]
     assert DoubleEffectError in {type(each) for each in raised}, raised
     assert (len(till.sent), till.row().evidence is None) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("dies", "other"),
+    [(1, "pi_other"), (2, "pi_other"), (1, object())],
+    ids=["the first", "the second", "the first, beside a value that cannot be stored"],
+)
+def test_a_second_value_and_its_mark_are_stored_together(till: Till, dies: int, other: Any) -> None:
+    """Whichever COMMIT is the last one before a kill, no row has a second value that no list shows."""
+    for number in count(1):
+        key, gates = f"k{number}", {1: Gate(till.harness), 2: Gate(till.harness)}
+
+        def body(request: Charge, attempt: Attempt, gates: dict[int, Gate] = gates) -> Any:
+            till.plain(request, attempt)
+            gates[attempt.number].stop()
+            return "pi_late" if attempt.number == dies else other
+
+        charge = till.effect(body, till.asks(NotDone()))
+        attempts = {1: till.harness.start(till.run, charge, Charge(), key)}
+        gates[1].arrival()
+        till.pass_time(40)
+        till.settle(charge)  # asks: it was not done
+        attempts[2] = till.harness.start(till.run, charge, None, key)
+        gates[2].arrival()
+        gates[3 - dies].open()
+        attempts[3 - dies].exception()
+        with killed_after_commit(till, number) as left:
+            gates[dies].open()
+            ended = attempts[dies].exception()
+        row = till.row(key)
+        if b'"pi_late"' in (row.evidence, row.result):
+            assert (row.evidence_outcome, row.processed_at) == (DOUBLE, None)
+            assert row.error.startswith(f"two attempts at effect till.charge, key 0:{key} were done: attempt ")
+        if left[0] > 0:  # no COMMIT was left to die after
+            assert (type(ended), row.evidence_outcome) == (DoubleEffectError, DOUBLE)
+            return
+        assert isinstance(ended, Killed)
+
+
+@each_driver("postgresql", "mariadb", is_async=False, usual=True)
+def test_an_outcome_between_look_and_write_is_seen(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """A late value is compared with the outcome that comes while it is kept, also at READ COMMITTED."""
+    with till_on(request, driver, engine_isolation="READ COMMITTED") as till:
+        gates = [Gate(till.harness), Gate(till.harness)]
+        charge, both = till.effect(_waiting(till, gates), resend(within=HOUR)), [True]
+        first = till.overdue(charge, gates[0])
+        second = till.harness.start(till.run, charge)
+        gates[1].arrival()
+
+        @event.listens_for(till.harness.engine, "before_cursor_execute")
+        def finish_first(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+            if statement.startswith("UPDATE") and "evidence=" in statement.replace("`", "") and both:
+                both.clear()
+                gates[1].open()
+                assert second.result() == "pi_2"
+
+        gates[0].open()
+        assert isinstance(first.exception(), DoubleEffectError)
+        assert (both, till.row().evidence_outcome) == ([], DOUBLE)
 
 
 def test_a_late_attempt_that_sent_nothing_takes_the_question_back(till: Till) -> None:

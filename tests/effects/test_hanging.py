@@ -1,8 +1,9 @@
 """A process that hangs does not stop the effects of others: `settle` passes over the row that it holds, and says so."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 from sqlalchemy import create_engine, event, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
-from databases import USUAL_DRIVERS
-from effect_rig import TABLE, Charge, Payment, Till, book, tills
+from databases import USUAL_DRIVERS, Driver, each_driver
+from effect_rig import TABLE, Charge, Payment, Till, book, till_on, tills
 from kit import Gate
 from projector_dedup.dialects import postgresql
 from projector_dedup.effects import (
@@ -27,10 +28,28 @@ from projector_dedup.effects import (
     stop,
 )
 from projector_dedup.errors import InProgress
+from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.effects import advise_effects, find_effect, find_effects
+from projector_dedup.maintenance.stats import gauges
 from projector_dedup.options import RetryPolicy
 
 till = tills([driver for driver in USUAL_DRIVERS if driver.engine != "sqlite"])  # which has one writer
 DAY = timedelta(days=1)
+SERIALIZABLE = {
+    "engine": {"engine_isolation": "SERIALIZABLE"},
+    "option": {"option_isolation": "SERIALIZABLE"},
+    "server": {},
+}
+"""Who chooses the level: ``create_engine``, ``execution_options``, or the server by its default."""
+
+
+@contextmanager
+def serializable(request: pytest.FixtureRequest, driver: Driver, chosen_by: str) -> Iterator[Till]:
+    """Return a till on MariaDB at SERIALIZABLE, where a plain SELECT locks what it reads. It waits for a second."""
+    level = ", tx_isolation = 'SERIALIZABLE'" if chosen_by == "server" else ""
+    settings = {"connect_args": {"init_command": f"SET SESSION innodb_lock_wait_timeout = 1{level}"}}
+    with till_on(request, driver, engine_arguments=settings, **SERIALIZABLE[chosen_by]) as till:
+        yield till
 
 
 def hanging(till: Till, recorded: Callable[[Gate, Session], None]) -> tuple[Any, Gate, Future[Any]]:
@@ -71,6 +90,49 @@ def test_a_row_that_somebody_holds_is_passed_over(till: Till, caplog: pytest.Log
     assert attempt.result() == "pi_1"
     assert till.settle(charge) == ""
     assert (len(till.sent), len(till.payments())) == (6, 6)
+
+
+@each_driver("mariadb")
+@pytest.mark.parametrize("chosen_by", SERIALIZABLE)
+def test_it_is_passed_over_at_serializable(
+    request: pytest.FixtureRequest, driver: Driver, chosen_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library reads the due rows at a level at which a SELECT locks nothing."""
+    with serializable(request, driver, chosen_by) as till:
+        caplog.clear()  # of what the driver says about the tables
+        test_a_row_that_somebody_holds_is_passed_over(till, caplog)
+
+
+@each_driver("mariadb", is_async=False, usual=True)
+@pytest.mark.parametrize("chosen_by", SERIALIZABLE)
+def test_nobody_who_looks_waits_for_it(request: pytest.FixtureRequest, driver: Driver, chosen_by: str) -> None:
+    """`list`, `show`, `check --effects` and the gauges read the row while somebody holds it."""
+    with serializable(request, driver, chosen_by) as till:
+        _, hangs, attempt = hanging(till, lambda gate, _: gate.stop())
+        engine, tables = till.harness.engine, default_effect_tables
+        if chosen_by == "option":
+            engine = engine.execution_options(isolation_level="SERIALIZABLE")
+        assert [each.key for each in find_effects(engine)] == ["hangs"]
+        assert find_effect(engine, "hangs").attempt == 1
+        assert gauges(engine, tables=tables).unknown == 1
+        assert [each.problem for each in advise_effects(engine)] == ["effects that may or may not have been done: 1"]
+        assert [each for each in check(engine, tables=tables) if each.fatal] == []
+        hangs.open()
+        assert attempt.result() == "pi_1"
+
+
+@each_driver("mariadb", usual=True)
+def test_a_transaction_that_a_listener_began_keeps_its_level(request: pytest.FixtureRequest, driver: Driver) -> None:
+    """The server refuses another level then: `settle` works as it did."""
+    with till_on(request, driver, engine_isolation="SERIALIZABLE") as till:
+        charge = till.effect()
+        till.arm(charge)
+
+        @event.listens_for(till.harness.engine, "engine_connect")
+        def begin(connection: Any) -> None:
+            connection.execute(select(Payment.number)).all()
+
+        assert till.settle(charge) == "1 done"
 
 
 def test_run_says_that_the_row_is_held_where_it_would_record_a_kept_value(till: Till) -> None:

@@ -23,6 +23,7 @@ from projector_dedup.maintenance.effects import (
     mark_seen,
     resolve,
 )
+from projector_dedup.maintenance.rows import forget
 from projector_dedup.maintenance.stats import gauges
 
 till = tills([each for each in USUAL_DRIVERS if not each.is_async])
@@ -103,6 +104,24 @@ def test_what_was_done_twice_is_listed_until_a_person_has_seen_it(till: Till) ->
     assert "refunded" in idempotency("effects", "show", "k1", "--database-url", url(till)).stdout
     with pytest.raises(RefusedError, match="there is nothing to see"):
         mark_seen(engine, "k1", **SAID)
+
+
+def test_the_log_says_once_that_two_attempts_were_done(till: Till, caplog: pytest.LogCaptureFixture) -> None:
+    """The ERROR line is the text of the error: what happened, the values, and what to do."""
+    doubled(till)
+    (line,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert line.startswith("two attempts at effect till.charge, key 0:k1 were done: attempt 2 (")
+    assert (line.count("two attempts"), line.endswith("; check the provider, and undo one of them")) == (1, True)
+
+
+def test_an_effect_that_was_done_twice_is_not_forgotten(till: Till) -> None:
+    """The refusal names the command that ends it, and after that the row may go."""
+    doubled(till)
+    engine, tables = till.harness.engine, default_effect_tables
+    with pytest.raises(RefusedError, match="`--seen` if it was done twice"):
+        forget(engine, "0:k1", handler="till.charge", tables=tables)
+    mark_seen(engine, "k1", **SAID)
+    assert forget(engine, "0:k1", handler="till.charge", tables=tables) == 1
 
 
 def test_two_values_of_which_the_first_is_recorded_later_are_done_twice(till: Till) -> None:
@@ -192,6 +211,13 @@ def test_a_decision_between_look_and_write_wins(till: Till) -> None:
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
+
+
+def test_check_with_a_wrong_application_shows_what_it_needs(till: Till) -> None:
+    """It takes effects, and for markers a dispatcher."""
+    for options, example in ((["--effects"], "myapp.shop:effects"), ([], "myapp.consumer:dispatcher")):
+        said = idempotency("check", *options, "--app", "no_such_shop:it", "--database-url", url(till))
+        assert (said.returncode, f"write it like {example}," in " ".join(said.stderr.split())) == (1, True), said
 
 
 def test_check_with_the_application_tells_names_that_it_does_not_have(till: Till) -> None:

@@ -370,7 +370,7 @@ def test_a_connection_that_is_lost_at_the_isolation_level(mariadb: Database, lev
         cut: list[list[str]] = []
 
         def cut_once(where: str, trip: list[str]) -> None:
-            if where == "before" and f"TRANSACTION ISOLATION LEVEL {level}" in trip[0] and not cut:
+            if where == "before" and f"SESSION TRANSACTION ISOLATION LEVEL {level}" in trip[0] and not cut:
                 cut.append(trip)
                 raise EOFError
 
