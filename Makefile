@@ -89,9 +89,11 @@ explore: .venv/dev.stamp
 harmless: .venv/dev.stamp
 	@PYTHONPATH=$(TOOLS) $(BIN)/python -m harmless --programs 2000 $(ARGS)
 
-# Other libraries at the same provider, in an environment of their own; they need Redis. A minute.
+# Other libraries at the same provider, and a shop with each of them, in an environment of their own; they need Redis
+# and PostgreSQL. Seven minutes; ARGS="--orders 100 dbos" is for the shop.
 effects-peers: .venv-peers/peers.stamp
 	@PYTHONWARNINGS=ignore .venv-peers/bin/python benchmarks/effect_peers.py
+	@PYTHONWARNINGS=ignore .venv-peers/bin/python benchmarks/shop_peers.py $(ARGS)
 
 # Which planted mistakes of handlers other test kits find, each in an environment of its own; they need PostgreSQL. Five minutes.
 # One handler: ARGS=naive.
@@ -146,7 +148,8 @@ bench: .venv-bench/bench.stamp
 .venv-peers/peers.stamp: BIN := .venv-peers/bin
 .venv-peers/peers.stamp: .venv-peers/pip.stamp pyproject.toml
 	@echo "Installing other libraries into .venv-peers (once; some tens of megabytes) ..."
-	@$(INSTALL) -e . idemkit==1.0.2 'aws-lambda-powertools[redis,aws-sdk]==3.37.0' effect-ledger==0.1.2 redis==8.1.0
+	@$(INSTALL) -e . idemkit==1.0.2 'aws-lambda-powertools[redis,aws-sdk]==3.37.0' effect-ledger==0.1.2 dbos==3.4.0 \
+	    redis==8.1.0
 	@touch $@
 
 # Not with -e: frontrun watches the code outside site-packages, which is the user's.
