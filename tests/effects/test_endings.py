@@ -266,7 +266,7 @@ def test_a_second_value_and_its_mark_are_stored_together(till: Till, dies: int, 
         row = till.row(key)
         if b'"pi_late"' in (row.evidence, row.result):
             assert (row.evidence_outcome, row.processed_at) == (DOUBLE, None)
-            assert row.error.startswith(f"two attempts at effect till.charge, key 0:{key} were done: attempt ")
+            assert row.error.startswith(f"two attempts at effect till.charge, key {key} were done: attempt ")
         if left[0] > 0:  # no COMMIT was left to die after
             assert (type(ended), row.evidence_outcome) == (DoubleEffectError, DOUBLE)
             return

@@ -12,7 +12,7 @@ from databases import USUAL_DRIVERS
 from effect_rig import SAID, Charge, Till, tills
 from kit import Gate
 from projector_dedup.dialects import dialect_of
-from projector_dedup.effects import DoubleEffectError, NotDone, default_effect_tables, effect, resend
+from projector_dedup.effects import DoubleEffectError, NotDone, default_effect_tables, effect, resend, stop
 from projector_dedup.errors import RefusedError
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.effects import (
@@ -66,6 +66,48 @@ def test_an_effect_that_is_tried_again_and_again_and_never_sent_is_told(till: Ti
     assert count_overdue(till.harness.engine) == 1
 
 
+def test_an_effect_that_a_person_has_cancelled_is_overdue_since_then_alone(till: Till) -> None:
+    """`list` does not complain of what the next sweep records."""
+    charge, engine = till.effect(), till.harness.engine
+    till.arm(charge)
+    till.pass_time(3_600)
+    resolve(engine, "k1", attempt=0, outcome="rejected", code="void", **SAID)
+    assert count_overdue(engine) == 0
+    till.pass_time(16 * 60)
+    assert count_overdue(engine) == 1
+
+
+# What to type ---------------------------------------------------------------------------------------------------------
+
+
+def show(till: Till, *options: str) -> list[str]:
+    """What `effects show` says comes next, and the commands under it."""
+    said = idempotency("effects", "show", *options, "--database-url", url(till)).stdout.splitlines()
+    return said[next(number for number, line in enumerate(said) if line.startswith("Next:")) :]
+
+
+def test_show_has_the_command_that_comes_next(till: Till) -> None:
+    """With key, scope and attempt, so that a person who knows no option can type it; the log names the key so."""
+    charge = till.effect(till.loses_reply, stop)
+    till.arm(charge, key="o 1", scope="north")
+    resolve_it = "  idempotency effects resolve 'o 1' --scope north"
+    cancel = f"{resolve_it} --attempt 0 --rejected cancelled --reason TEXT"
+    assert show(till, "o 1", "--scope", "north")[1:] == [cancel]
+    assert till.settle(charge) == "1 unknown"
+    till.pass_time(31)
+    assert till.settle(charge) == "1 stopped"
+    decide = [f"{resolve_it} --attempt 1 {each} --reason TEXT" for each in ("--done JSON", "--not-done")]
+    assert show(till, "o 1", "--scope", "north")[1:] == decide
+
+
+def test_show_says_which_of_two_deeds_to_keep(till: Till) -> None:
+    """That of the recorded value."""
+    doubled(till)
+    text, command = show(till, "k1")
+    assert "keep the deed with the recorded value (`show --values`)" in text
+    assert command == "  idempotency effects resolve k1 --seen --reason TEXT"
+
+
 # Done twice -----------------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +152,7 @@ def test_the_log_says_once_that_two_attempts_were_done(till: Till, caplog: pytes
     """The ERROR line is the text of the error: what happened, the values, and what to do."""
     doubled(till)
     (line,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
-    assert line.startswith("two attempts at effect till.charge, key 0:k1 were done: attempt 2 (")
+    assert line.startswith("two attempts at effect till.charge, key k1 were done: attempt 2 (")
     assert (line.count("two attempts"), line.endswith("; check the provider, and undo one of them")) == (1, True)
 
 

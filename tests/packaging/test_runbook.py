@@ -83,7 +83,8 @@ def test_each_section_is_one_screen() -> None:
     assert [section.partition("\n")[0] for section in sections if section.strip().count("\n") > 26] == []
     typed = re.compile(r"^(    \S|```)", re.MULTILINE)
     assert [each for each in sections if each.partition("\n")[0] in named and not typed.search(each)] == []
-    assert len(PAGE.split()) <= 4000
+    words = len(PAGE.split())
+    assert words <= 4000, f"docs/runbook.md has {words} words: shorten it elsewhere"
 
 
 def test_each_command_exists() -> None:

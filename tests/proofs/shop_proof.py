@@ -2,7 +2,7 @@
 
 Two processes take orders, two settle effects and two consume the queue; every second one of them is killed. The bank
 and the mail service lose replies, answer late, fail after the deed, and decline. The database's clock jumps by an hour,
-ahead and back. Two people on call decide what is listed, by the commands of the runbook and by the provider's log.
+ahead and back. Two people on call decide what is listed, by the provider's log.
 
 Then nobody is killed any more, time passes, and it goes on until nothing is listed and the queue is empty. The counts
 are made from the orders that were asked for, the providers' logs and the tables, not from what the library says.
@@ -36,6 +36,9 @@ from brokers import broker
 from databases import USUAL_DRIVERS, Driver
 from effect_rig import TABLE, TIMES
 from effects_proof import print_row, servers
+from projector_dedup.effects.steps import State
+from projector_dedup.errors import RefusedError
+from projector_dedup.maintenance.effects import StoredEffect, find_effects, resolve
 from projector_dedup.testing.provider import Provider
 from rabbitmq_rig import RabbitMQ
 from shop_worker import Told, asked_for
@@ -79,7 +82,6 @@ class Shop:
         database = self.url.render_as_string(hide_password=False)
         self.environment = os.environ | {
             "SHOP_DATABASE_URL": database,
-            "PROJECTOR_DEDUP_DATABASE_URL": database,
             "SHOP_QUEUE_URL": self.queue.url,
             "SHOP_QUEUE": self.queue.queue,
             "SHOP_BANK_URL": self.bank.url,
@@ -154,33 +156,21 @@ class Shop:
 
     def be_on_call(self, name: str) -> None:
         """Look at the list, and decide about what needs a person, until nobody is needed any more."""
-        while not self.ended.wait(1):
-            for each in self.listed("--unknown"):
-                if each["state"] == "needs a person":
+        while not self.ended.wait(0.5):
+            for each in find_effects(self.engine, unknown=True):
+                if each.state is State.STOPPED:
                     self.decide(each, name)
 
-    def listed(self, *options: str) -> list[dict[str, Any]]:
-        """Return what `effects list` says."""
-        ran = self.command("list", "--json", *options)
-        if not ran.stdout:
-            raise RuntimeError(ran.stderr)
-        effects: list[dict[str, Any]] = json.loads(ran.stdout)["effects"]
-        return effects
-
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of `idempotency effects`."""
-        words = [sys.executable, "-m", "projector_dedup", "effects", *arguments]
-        return subprocess.run(words, env=self.environment, capture_output=True, text=True, check=False)
-
-    def decide(self, listed: dict[str, Any], name: str) -> None:
+    def decide(self, listed: StoredEffect, name: str) -> None:
         """Decide by what the provider has done; to announce it once more does no harm."""
-        provider = {"shop.charge": self.bank, "shop.receipt": self.mailer}.get(listed["effect"])
-        deeds = provider.deeds(listed["provider_key"]) if provider else []
-        said = ["--done", json.dumps(f"deed_{deeds[0].number}")] if deeds else ["--not-done"]
-        why = ["--reason", "so says the provider", "--by", name]
-        ran = self.command("resolve", listed["key"], "--attempt", str(listed["attempt"]), *said, *why)
-        self.counts["decisions"] += ran.returncode == 0
-        self.counts["decisions refused"] += ran.returncode != 0
+        provider = {"shop.charge": self.bank, "shop.receipt": self.mailer}.get(listed.effect)
+        deeds = provider.deeds(listed.provider_key) if provider else []
+        said: dict[str, Any] = {"outcome": "not done"}
+        if deeds:
+            said = {"outcome": "done", "value": json.dumps(f"deed_{deeds[0].number}")}
+        with contextlib.suppress(RefusedError):  # the other one was faster
+            resolve(self.engine, listed.key, attempt=listed.attempt, why="says the provider", who=name, **said)
+            self.counts["decisions"] += 1
 
     # The end, and the judge
 
@@ -207,15 +197,17 @@ class Shop:
         """Let time pass until no order is taken, nothing is listed and the queue is empty, twice in a row."""
         for log in self.logs:
             log.with_suffix(".stop").touch()
-        quiet = 0
-        for sweep in range(60):
+        quiet = passed = 0
+        while quiet < 2:
             time.sleep(4)
+            states = {each.state for each in find_effects(self.engine)}
             is_done = all(log.with_suffix(".done").exists() for log in self.logs)
-            quiet = quiet + 1 if is_done and not self.queue.left() and not self.listed() else 0
-            if quiet == 2:
-                return
-            self.pass_time(31 * 2 ** min(sweep, 12))
-        raise RuntimeError(f"{len(self.listed())} effects are still listed, {self.queue.left()} messages wait")
+            quiet = quiet + 1 if is_done and not states and not self.queue.left() else 0
+            if State.STOPPED not in states:  # who else would find ever more to decide
+                self.pass_time(31 * 2 ** min(passed, 12))
+                passed += 1
+            if passed > 100:
+                raise RuntimeError(f"it does not end: {states}, and {self.queue.left()} messages wait")
 
     def judge(self) -> None:
         """Count what is as it should be, and what is not."""
