@@ -50,7 +50,7 @@ _NEXT = {
         ["--seen"],
     ),
 }
-"""What the person does next, and the options of `resolve` for it."""
+"""The text for the person on call, and the options of `resolve` that come next."""
 
 
 def _say_next(found: StoredEffect) -> None:
