@@ -93,7 +93,7 @@ harmless: .venv/dev.stamp
 # and PostgreSQL. Seven minutes; ARGS="--orders 100 dbos" is for the shop.
 effects-peers: .venv-peers/peers.stamp
 	@PYTHONWARNINGS=ignore .venv-peers/bin/python benchmarks/effect_peers.py
-	@PYTHONWARNINGS=ignore .venv-peers/bin/python benchmarks/shop_peers.py $(ARGS)
+	@PYTHONWARNINGS=ignore PYTHONPATH=tests/support .venv-peers/bin/python benchmarks/shop_peers.py $(ARGS)
 
 # Which planted mistakes of handlers other test kits find, each in an environment of its own; they need PostgreSQL. Five minutes.
 # One handler: ARGS=naive.

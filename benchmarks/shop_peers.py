@@ -28,7 +28,6 @@ import os
 import random
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,10 +41,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from sqlalchemy import NullPool, create_engine, make_url, text
 
+from fork_server import LIES, serve, starting
 from projector_dedup.testing.provider import Provider
 
 REDIS = os.environ.get("PROJECTOR_DEDUP_TEST_REDIS_URL", "redis://127.0.0.1:6379/0")
@@ -56,14 +56,6 @@ PAUSE, ASKS = 45, 6  # a caller asks again within so many seconds, until so many
 DOWN = 35  # seconds in which one of eight killed processes is not started again
 LONGEST = 180  # seconds of kills; they end sooner if every order was asked for
 FORGET, LAG = 30, 2
-LIES = {  # as in tests/proofs/shop_proof.py, which this environment cannot import
-    "lose_reply_before": 0.03,
-    "lose_reply_after": 0.04,
-    "answer_late": 0.02,
-    "do_late": 0.02,
-    "error_before": 0.03,
-    "error_after": 0.01,
-}
 COLUMNS = (
     *("orders", "kills", "calls", "charged twice", "customers counted wrong", "mailed twice", "listed for a person"),
     "charged but not mailed and in no list",
@@ -372,22 +364,12 @@ def work(name: str, what: str, folder: Path) -> None:
             (folder / "found").rename(folder / "found.json")
 
 
-def fork(name: str, folder: Path) -> NoReturn:
-    """Fork a process for each line of the input, from one that has imported the library; all end with the input."""
+def fork(name: str, folder: Path) -> None:
+    """Import the library, and fork a process for each line of the input."""
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     import_module(PEERS[name][0])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            work(name, line.strip(), folder)
-            os._exit(0)
-        sys.stdout.write(f"{child}\n")
-        sys.stdout.flush()
-    os.killpg(0, signal.SIGKILL)
-    raise AssertionError
+    serve(lambda what: work(name, what, folder))
 
 
 # Who kills them, and who judges ---------------------------------------------------------------------------------------
@@ -501,31 +483,6 @@ def database(orders: int) -> Iterator[str]:
             connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
 
 
-@contextlib.contextmanager
-def starting(name: str, folder: Path) -> Iterator[Callable[[str], int]]:
-    """Within the block, the function starts a process and returns its id; all of them end with the block."""
-    with (
-        (folder / "said").open("wb") as said,
-        subprocess.Popen(
-            [sys.executable, __file__, "fork", name, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            start_new_session=True,
-        ) as parent,
-    ):
-        assert parent.stdin
-        assert parent.stdout
-        to, of = parent.stdin, parent.stdout
-
-        def start(what: str) -> int:
-            to.write(f"{what}\n".encode())
-            to.flush()
-            return int(of.readline())
-
-        yield start
-
-
 def run(name: str, orders: int) -> Counter[str]:
     """Run the shop with one library, and count."""
     with (
@@ -539,7 +496,7 @@ def run(name: str, orders: int) -> Counter[str]:
         mailer.chances(1, **LIES)
         settings = {"bank": bank.url, "mailer": mailer.url, "database": url, "orders": orders}
         (folder / "settings.json").write_text(json.dumps(settings))
-        with starting(name, folder) as start:
+        with starting(__file__, "fork", name, str(folder), said=folder / "said") as start:
             shop = Run(name, folder, orders, start)
             listed = shop.run()
         with create_engine(url, poolclass=NullPool).connect() as connection:
@@ -567,4 +524,5 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["fork"]:
         fork(sys.argv[2], Path(sys.argv[3]))
-    main()
+    else:
+        main()

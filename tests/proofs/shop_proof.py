@@ -36,6 +36,7 @@ from brokers import broker
 from databases import USUAL_DRIVERS, Driver
 from effect_rig import TABLE, TIMES
 from effects_proof import print_row, servers
+from fork_server import LIES, starting
 from projector_dedup.effects.steps import State
 from projector_dedup.errors import RefusedError
 from projector_dedup.maintenance.effects import StoredEffect, find_effects, resolve
@@ -46,14 +47,6 @@ from shop_worker import Told, asked_for
 SHOP = Path(__file__).parents[2] / "examples" / "shop"
 HOUR = 3_600
 WORKERS = ("web 0", "web 1", "settle", "settle", "consume", "consume")
-LIES = {
-    "lose_reply_before": 0.03,
-    "lose_reply_after": 0.04,
-    "answer_late": 0.02,
-    "do_late": 0.02,
-    "error_before": 0.03,
-    "error_after": 0.01,
-}
 COLUMNS = (
     *("orders", "kills", "jumps of the clock", "calls", "decisions", "paid", "declined"),
     *("orders twice or lost", "charged twice", "state wrong", "customers counted wrong"),
@@ -94,33 +87,6 @@ class Shop:
         """Create the tables of the shop."""
         create = "import shop; shop.Base.metadata.create_all(shop.engine)"
         subprocess.run([sys.executable, "-c", create], cwd=SHOP, env=self.environment, check=True)
-
-    @contextlib.contextmanager
-    def starting(self) -> Iterator[Callable[[str], int]]:
-        """Within the block, the function starts one of the processes; all of them end with the block."""
-        words = [sys.executable, str(Path(shop_worker.__file__)), str(self.folder)]
-        with (
-            self.said.open("wb") as output,
-            subprocess.Popen(
-                words,
-                cwd=SHOP,
-                env=self.environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                start_new_session=True,
-            ) as parent,
-        ):
-            assert parent.stdin is not None
-            assert parent.stdout is not None
-            to, of = parent.stdin, parent.stdout
-
-            def start(worker: str) -> int:
-                to.write(f"{worker}\n".encode())
-                to.flush()
-                return int(of.readline())
-
-            yield start
 
     # Those who trouble it
 
@@ -177,7 +143,8 @@ class Shop:
     def run(self, minutes: float) -> Counter[str]:
         """Run the shop, let everything come to its end, and count."""
         self.create_tables()
-        with ThreadPoolExecutor(3) as pool, self.starting() as start:
+        words = [str(Path(shop_worker.__file__)), str(self.folder)]
+        with ThreadPoolExecutor(3) as pool, starting(*words, said=self.said, cwd=SHOP, env=self.environment) as start:
             jumps = pool.submit(self.jump)
             people = [pool.submit(self.be_on_call, name) for name in ("ada", "bob")]
             try:

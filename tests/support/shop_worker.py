@@ -5,13 +5,15 @@ They are forked from one that has imported the shop and connected to nothing. Al
 """
 
 import json
-import os
 import signal
 import sys
 import time
 from collections import defaultdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from fork_server import serve
 
 CUSTOMERS = 7
 PACE = 0.1  # seconds between the orders of one process, and between two sweeps
@@ -75,18 +77,10 @@ def work(shop: Any, what: str, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Fork a process for each line."""
+    """Import the shop, and fork a process for each line."""
     sys.path.insert(0, "")
-    shop: Any = __import__("shop")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            work(shop, line, folder)
-            return
-        sys.stdout.write(f"{child}\n")
-        sys.stdout.flush()
-    os.killpg(0, signal.SIGKILL)
+    shop: Any = import_module("shop")
+    serve(lambda what: work(shop, what, folder))
 
 
 if __name__ == "__main__":
