@@ -36,7 +36,7 @@ _DECISIONS: dict[str, Decided] = {"done": "done", "rejected": "rejected", "not-d
 
 _SETTLE = "`idempotency effects settle --app ...`"
 _NEXT = {
-    State.ARMED: (f"{_SETTLE} sends it. To cancel it:", ["--attempt 0 --rejected cancelled"]),
+    State.ARMED: (f"{_SETTLE} sends it. To cancel it:", ["--attempt {attempt} --rejected cancelled"]),
     State.UNKNOWN: (f"{_SETTLE} asks or sends again, if the policy permits it.", []),
     State.KEPT: (f"{_SETTLE} records it; the error above is why that failed before.", []),
     State.DECIDED: (f"{_SETTLE} records it.", []),
@@ -46,21 +46,36 @@ _NEXT = {
         ["--attempt {attempt} --done JSON", "--attempt {attempt} --not-done"],
     ),
     State.DOUBLE: (
-        "look at the provider, keep the deed with the recorded value (`show --values`), and undo the other. Then:",
+        "at the provider, undo each deed that is not the recorded value (`show --values`). Then:",
         ["--seen"],
     ),
 }
 """The text for the person on call, and the options of `resolve` that come next."""
 
+_TWICE = (
+    "it was done twice. At the provider, undo every deed but one, and give the value of that one:",
+    ["--attempt {attempt} --done JSON"],
+)
+"""The same for an effect that was done twice, and whose values cannot be stored."""
 
-def _say_next(found: StoredEffect) -> None:
+
+def _say_next(found: StoredEffect, tables: EffectTables, effect: str | None) -> None:
+    """Print what comes next. ``effect`` is the name that the person gave to choose one of several effects."""
     if found.state not in _NEXT:
         return
-    text, options = _NEXT[found.state]
+    text, options = _TWICE if found.state is State.STOPPED and found.twice else _NEXT[found.state]
     say(f"Next: {text}")
-    words = ["idempotency", "effects", "resolve", found.key, *(["--scope", found.scope] if found.scope else [])]
-    for each in options:
-        say(f"  {printable(shlex.join(words))} {each.format(attempt=found.attempt)} --reason TEXT")
+    table = None if tables.marker.name == tables.default_name else tables.marker.name
+    place = {"table": table, "schema": tables.marker.schema, "effect": effect, "scope": found.scope}
+    chosen = "".join(f" --{name} {_typed(value, name)}" for name, value in place.items() if value is not None)
+    key = f"{'-- ' if found.key.startswith('-') else ''}{_typed(found.key, 'key')}"
+    for each in options:  # not by `say`, which would break a line that is to be copied
+        click.echo(f"  idempotency effects resolve{chosen} {each.format(attempt=found.attempt)} --reason TEXT {key}")
+
+
+def _typed(text: str, name: str) -> str:
+    """Return the text as a shell takes it, or its name if a terminal could not show it."""
+    return shlex.quote(text) if printable(text) == text else name.upper()
 
 
 def _one_of(command: Any) -> Any:
@@ -176,9 +191,9 @@ def show(deployment: Deployment, key: str, effect: str | None, scope: str | None
         print_json({**deployment.place, **_as_object(found, values=values)})
         return
     for name, value in _as_object(found, values=values).items():
-        if value not in (None, []):
+        if value not in (None, []) and value is not False:
             click.echo(f"{name.replace('_', ' '):<14}  {printable(_text(value))}")
-    _say_next(found)
+    _say_next(found, _tables(deployment), effect)
 
 
 @effects.command(epilog=EXIT_CODES)
@@ -188,7 +203,7 @@ def show(deployment: Deployment, key: str, effect: str | None, scope: str | None
 @click.option("--done", metavar="JSON", help="The effect was done, with this value: '\"pi_77\"', or null.")
 @click.option("--rejected", metavar="CODE", help="The provider rejected the effect, or you cancel it: any word.")
 @click.option("--not-done", is_flag=True, help="The effect was not done, so `settle` sends it again.")
-@click.option("--seen", is_flag=True, help="You have looked at an effect that was done twice, and have undone one.")
+@click.option("--seen", is_flag=True, help="You have looked at an effect that was done twice, and have corrected it.")
 @click.option(
     "--instead-of",
     type=click.Choice(["done", "rejected", "not-done"]),

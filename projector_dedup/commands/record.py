@@ -113,10 +113,13 @@ class RecordKey:
     def read(cls, stored: str) -> RecordKey:
         """Return the key of a text that a row has."""
         length, _, text = stored.partition(":")
+        if not (length.isascii() and length.isdecimal() and int(length) <= len(text)):
+            return cls(stored, None, stored)  # a row of somebody else
         return cls(text[int(length) :], text[: int(length)] or None, stored)
 
     def __str__(self) -> str:
-        return f"key {printable(self.key)[:80]}" + ("" if self.scope is None else f" in scope {printable(self.scope)}")
+        scope = "" if self.scope is None else f" in scope {printable(self.scope)[:80]}"
+        return f"key {printable(self.key)[:80]}{scope}"
 
 
 def _shown(value: object) -> str:

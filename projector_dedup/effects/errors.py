@@ -70,4 +70,4 @@ class LeaseLostError(ProjectorDedupError):
 
 
 class DoubleEffectError(LeaseLostError):
-    """Two attempts were done. Check the provider, and undo one of them."""
+    """Two attempts were done. At the provider, undo each deed that is not the recorded value."""

@@ -322,8 +322,8 @@ def release(table: Table, row: Seen, held: str, next_in: int | None, *, over: bo
         conditions.append(_has_lease(table, row))
     if not over:
         conditions.append(_has_no_evidence(table))
-    elif "evidence_outcome" in values:  # which are forgotten: never a stored value
-        conditions.append(table.c.evidence.is_(None))
+    elif "evidence_outcome" in values:  # which are forgotten: never a stored value, or what came since the row was read
+        conditions += [table.c.evidence.is_(None), table.c.evidence_outcome == row.evidence_outcome]
     next_at = None if next_in is None else now_ms() + next_in
     given = {"lease_until": None, "next_at": next_at, **values}
     if "error" in given:

@@ -54,7 +54,6 @@ from . import record
 from .arming import new_row, refuse_large, refuse_other_request
 from .definition import AsyncEffect, Attempt, Definition, Effect
 from .errors import DoubleEffectError, EffectUnknown, LeaseLostError, NotArmedError, NotDone, NotRecordedError
-from .policy import Resend
 from .record import (
     ASKED,
     ATTEMPT,
@@ -69,7 +68,7 @@ from .record import (
     new_token,
     shown,
 )
-from .steps import HOUR, Do, Step, next_step, pace
+from .steps import HOUR, Do, Step, has_resend, next_step, pace
 
 logger = logger_of("projector_dedup")
 
@@ -668,7 +667,15 @@ class _Effects(NamedInErrors):
                 twice = _twice(now, number, outcome)
             return record.keep_beside(table, now, taken.token, number, values, error, twice)
 
-        changing = self._change(row.key, None, keep)
+        try:
+            changing = self._change(row.key, None, keep)
+        except Exception as error:
+            if twice:
+                raise self._double(
+                    taken, outcome, f"{twice}; the row could not be marked, so no list may have it"
+                ) from error
+            late = LeaseLostError("it came after another process had taken over the effect")
+            raise self._lost(taken, outcome.result, late, error) from error
         kept, now = changing.made is not None, changing.now
         if now is None:
             self._report("fenced", row, taken)
@@ -685,8 +692,8 @@ class _Effects(NamedInErrors):
         raise LeaseLostError(text, outcome.result)
 
     def _double(self, taken: _Taken, outcome: _Outcome, twice: str) -> DoubleEffectError:
-        """Report that the effect was done twice, which its row says already. Return the error."""
-        text = f"{twice}; check the provider, and undo one of them"
+        """Report that the effect was done twice. Return the error."""
+        text = f"{twice}; at the provider, undo each deed that is not the recorded value"
         logger.error("%s", text)
         error = DoubleEffectError(text, outcome.result)
         self._report("double", taken.row, taken, error)
@@ -702,7 +709,9 @@ class _Effects(NamedInErrors):
             number, data = DONE if row.evidence_outcome == DOUBLE else row.evidence_outcome, row.evidence
             by = ASKED if row.evidence_attempt is None else ATTEMPT
         else:
-            if row.is_unstorable and decision["outcome"] != "done" and not decision.get("knew"):
+            # `resolve` refuses "not done" for a double, so the second value came after that decision.
+            twice = row.evidence_outcome == DOUBLE and decision["outcome"] == "not done"
+            if row.is_unstorable and decision["outcome"] != "done" and (twice or not decision.get("knew")):
                 self._ask_again(row, decision)
             if decision["outcome"] == "not done":
                 why = f"not done, said {decision['who']}: {decision['why']}"
@@ -866,10 +875,10 @@ def _own_arguments(effect: Definition[Any, Any], row: Seen, outcome: _Outcome) -
 
 
 def _is_double(effect: Definition[Any, Any], outcome: _Outcome, number: int | None, data: bytes | None) -> bool:
-    """True if two attempts were done. With ``resend``, equal answers mean that the provider did it once."""
+    """True if two attempts were done. With ``resend`` in the policy, equal answers mean that it was done once."""
     if outcome.number != DONE or number not in (DONE, DOUBLE):
         return False
-    return not (isinstance(effect.unknown, Resend) and _is_same_value(effect, outcome.data, data))
+    return not (has_resend(effect.unknown) and _is_same_value(effect, outcome.data, data))
 
 
 def _is_same_value(effect: Definition[Any, Any], one: bytes | None, other: bytes | None) -> bool:

@@ -92,6 +92,11 @@ def next_step(row: Seen, policy: Policy, lease: int) -> Step:
     return Step(Do.STOP)
 
 
+def has_resend(policy: Policy) -> bool:
+    """True if the provider remembers keys, as a ``resend`` in the policy says."""
+    return isinstance(policy, Resend) or (isinstance(policy, Ask) and has_resend(policy.then))
+
+
 def pace(row: Seen, lease: int, *, sent: bool = True) -> int:
     """Return the milliseconds until ``settle`` tries again: the age of the effect, but a lease to an hour.
 

@@ -55,6 +55,7 @@ class StoredEffect:
     next_at: datetime | None
     stopped_at: datetime | None
     decisions: list[dict[str, Any]]  #: of persons, the oldest first, without their values
+    twice: bool  #: two attempts were done, and no person has seen it
     decided_by: str | None
     error: str | None
     request: bytes
@@ -278,7 +279,7 @@ def _refuse(row: Row[Any], attempt: int | None) -> Never:
     """Raise ``RefusedError`` with what has changed since the person read the effect."""
     state, name = state_of(row), _label_of(row)
     if state is State.DOUBLE:
-        raise RefusedError(f"{name} was done twice: undo one of both deeds, then give --seen")
+        raise RefusedError(f"{name} was done twice: undo each deed that is not the recorded value, then give --seen")
     if row.outcome is not None:
         raise RefusedError(f"{name} is already {state}, and an outcome is never overwritten")
     if attempt is not None and row.attempt != attempt:
@@ -347,6 +348,7 @@ def _stored(row: Row[Any]) -> StoredEffect:
         armed_at=_moment(row.armed_at),
         **{name: None if getattr(row, name) is None else _moment(getattr(row, name)) for name in moments},
         decisions=[{name: each[name] for name in each if name not in ("value", "knew")} for each in said],
+        twice=row.evidence_outcome == DOUBLE,
         decided_by=row.decided_by,
         error=row.error,
         request=bytes(row.request),
@@ -381,10 +383,16 @@ def needs_person(tables: EffectTables) -> ColumnElement[bool]:
 
 
 def is_overdue(tables: EffectTables, since: timedelta) -> ColumnElement[bool]:
-    """Return the condition that the effect was due, or was armed and never sent, at least so long ago."""
+    """Return the condition that the effect was due, or was armed and never sent, at least so long ago.
+
+    A value or a decision that could not be recorded waits for the next try. It has been due since the last attempt.
+    """
     column, then = tables.marker.c, now_ms() - _milliseconds(since)
     unsent = column.first_sent_at.is_(None) & column.next_at.is_not(None) & column.decision.is_(None)
-    return column.outcome.is_(None) & ((column.next_at <= then) | (unsent & (column.armed_at <= then)))
+    failed = (column.decision.is_not(None) | column.evidence.is_not(None)) & (column.next_at > now_ms())
+    last = func.coalesce(column.ended_at, column.first_sent_at, column.armed_at)
+    late = (column.next_at <= then) | (unsent & (column.armed_at <= then)) | (failed & (last <= then))
+    return column.outcome.is_(None) & late
 
 
 def is_unknown(tables: EffectTables) -> ColumnElement[bool]:

@@ -57,6 +57,17 @@ def test_a_delimiter_in_a_key_makes_no_other_scope(scope: str | None, key: str, 
         assert RecordKey.of(key, scope).stored == stored
 
 
+@pytest.mark.parametrize("stored", ["k1", "k:1", ":k", "9:k", "-1:k", "²:kk"])
+def test_a_stored_text_of_somebody_else_is_read_as_a_key(stored: str) -> None:
+    """No key of ours is stored so; whoever lists the rows must not fail because of it."""
+    assert RecordKey.read(stored) == RecordKey(stored, None, stored)
+
+
+def test_a_long_key_and_a_long_scope_leave_room_in_a_text() -> None:
+    """An error keeps 500 characters, and what comes behind the key must be among them."""
+    assert len(str(RecordKey.of("k" * 200, "s" * 200))) < 200
+
+
 @pytest.mark.parametrize("key", [1, b"k", 1.5, object(), True, ["k"]])
 def test_only_texts_and_uuids_are_keys(key: object) -> None:
     """Databases disagree on how anything else becomes text."""

@@ -26,7 +26,7 @@ from projector_dedup.effects import (
     resend,
     stop,
 )
-from projector_dedup.effects.record import DOUBLE
+from projector_dedup.effects.record import DONE, DOUBLE
 from projector_dedup.errors import HandlerDefinitionError, UnsafeSessionError
 from projector_dedup.options import RetryPolicy
 from projector_dedup.tables import default_tables
@@ -271,6 +271,31 @@ def test_a_second_value_and_its_mark_are_stored_together(till: Till, dies: int, 
             assert (type(ended), row.evidence_outcome) == (DoubleEffectError, DOUBLE)
             return
         assert isinstance(ended, Killed)
+
+
+@pytest.mark.parametrize("till", BLOCKING, indirect=True, ids=str)
+@pytest.mark.parametrize("late", ["pi_late", "pi_2"])
+def test_a_late_value_that_cannot_be_written_is_told(till: Till, late: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As a double if it is one, and in the log, because no list can have it."""
+    gate, updates = Gate(till.harness), list[str]()
+    charge = till.effect(till.body(late, "pi_2", gate=gate), resend(within=HOUR))
+    first = till.overdue(charge, gate)
+    assert till.settle(charge) == "1 done"
+
+    @event.listens_for(till.harness.engine, "before_cursor_execute", retval=True)
+    def fail(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> tuple[str, Any]:
+        updates.extend([statement] if statement.startswith("UPDATE") else [])
+        return (statement, parameters) if len(updates) < 2 else ("UPDATE no_such_table SET a = 1", ())
+
+    gate.open()
+    error = first.exception()
+    event.remove(till.harness.engine, "before_cursor_execute", fail)
+    double = late == "pi_late"
+    assert type(error) is (DoubleEffectError if double else NotRecordedError), error
+    said = "the row could not be marked, so no list may have it" if double else "could not keep the outcome either"
+    assert said in str(error)
+    assert "ERROR" in {each.levelname for each in caplog.records}
+    assert (till.row().outcome, till.row().evidence) == (DONE, None)
 
 
 @each_driver("postgresql", "mariadb", is_async=False, usual=True)

@@ -1,18 +1,27 @@
 """What a person must see: effects that are overdue or done twice, and decisions of two persons."""
 
+import shlex
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, event
+from sqlalchemy import MetaData, create_engine, event
 
 from command import idempotency
 from databases import USUAL_DRIVERS
 from effect_rig import SAID, Charge, Till, tills
 from kit import Gate
 from projector_dedup.dialects import dialect_of
-from projector_dedup.effects import DoubleEffectError, NotDone, default_effect_tables, effect, resend, stop
+from projector_dedup.effects import (
+    DoubleEffectError,
+    NotDone,
+    default_effect_tables,
+    effect,
+    make_effect_tables,
+    resend,
+    stop,
+)
 from projector_dedup.errors import RefusedError
 from projector_dedup.maintenance.cleanup import prune
 from projector_dedup.maintenance.effects import (
@@ -77,12 +86,47 @@ def test_an_effect_that_a_person_has_cancelled_is_overdue_since_then_alone(till:
     assert count_overdue(engine) == 1
 
 
+@pytest.mark.parametrize("outcome", ["rejected", "done"])
+def test_a_decision_that_cannot_be_recorded_is_told(till: Till, outcome: Any) -> None:
+    """The next try is not due, but the effect has waited for long: `list` and the alert must say so."""
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    charge, engine = till.effect(till.loses_reply, recorded=broken, refused=broken), till.harness.engine
+    till.arm(charge)
+    if outcome == "done":
+        assert till.settle(charge) == "1 unknown"
+    till.pass_time(3_600)
+    code, value = ("void", None) if outcome == "rejected" else (None, '"pi_1"')
+    resolve(engine, "k1", attempt=len(till.sent), outcome=outcome, code=code, value=value, **SAID)
+    assert count_overdue(engine) == 0
+    assert till.settle(charge) == "1 failed"
+    assert count_overdue(engine) == 1
+
+
+def test_a_value_that_cannot_be_recorded_is_told(till: Till) -> None:
+    """As soon as its attempt has ended 15 minutes ago, however often `settle` has tried since."""
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    charge, engine = till.effect(recorded=broken), till.harness.engine
+    till.arm(charge)
+    assert till.settle(charge) == "1 failed"
+    till.pass_time(14 * 60)
+    assert till.settle(charge) == "1 failed"
+    assert count_overdue(engine) == 0
+    till.pass_time(2 * 60)
+    assert count_overdue(engine) == 1
+
+
 # What to type ---------------------------------------------------------------------------------------------------------
 
 
 def show(till: Till, *options: str) -> list[str]:
     """What `effects show` says comes next, and the commands under it."""
-    said = idempotency("effects", "show", *options, "--database-url", url(till)).stdout.splitlines()
+    said = idempotency("effects", "show", "--database-url", url(till), *options).stdout.splitlines()
     return said[next(number for number, line in enumerate(said) if line.startswith("Next:")) :]
 
 
@@ -90,22 +134,43 @@ def test_show_has_the_command_that_comes_next(till: Till) -> None:
     """With key, scope and attempt, so that a person who knows no option can type it; the log names the key so."""
     charge = till.effect(till.loses_reply, stop)
     till.arm(charge, key="o 1", scope="north")
-    resolve_it = "  idempotency effects resolve 'o 1' --scope north"
-    cancel = f"{resolve_it} --attempt 0 --rejected cancelled --reason TEXT"
+    resolve_it = "  idempotency effects resolve --scope north"
+    cancel = f"{resolve_it} --attempt 0 --rejected cancelled --reason TEXT 'o 1'"
     assert show(till, "o 1", "--scope", "north")[1:] == [cancel]
     assert till.settle(charge) == "1 unknown"
     till.pass_time(31)
     assert till.settle(charge) == "1 stopped"
-    decide = [f"{resolve_it} --attempt 1 {each} --reason TEXT" for each in ("--done JSON", "--not-done")]
+    decide = [f"{resolve_it} --attempt 1 {each} --reason TEXT 'o 1'" for each in ("--done JSON", "--not-done")]
     assert show(till, "o 1", "--scope", "north")[1:] == decide
 
 
+def test_the_command_that_show_prints_is_accepted(till: Till) -> None:
+    """Also after an attempt that sent nothing, for a key like an option, in other tables, and for one effect of two."""
+    tables = make_effect_tables(MetaData(), "other_effect")
+    till.harness.transact(lambda session: tables.marker.metadata.create_all(session.connection()))
+    charge, other = till.effect(till.body(NotDone()), name="till.one"), till.effect(name="till.two")
+    for each in (charge, other):
+        till.arm(each, key="--key", tables=tables)
+    till.harness.run(till.effects(charge, tables=tables).settle)
+    (line,) = show(till, "--table", "other_effect", "--effect", "till.one", "--", "--key")[1:]
+    assert "--table other_effect --effect till.one --attempt 1 --rejected cancelled" in line
+    _, *words = shlex.split(line)
+    said = idempotency("effects", "resolve", "--database-url", url(till), *words[2:])
+    assert (said.returncode, "till.one, key --key: decided" in said.stdout) == (0, True), said
+
+
+def test_a_key_that_no_terminal_shows_is_not_printed_as_something_else(till: Till) -> None:
+    """What the person would copy would name another effect."""
+    till.arm(till.effect(), key="o\x1b1")
+    assert show(till, "o\x1b1")[1].endswith(" --reason TEXT KEY")
+
+
 def test_show_says_which_of_two_deeds_to_keep(till: Till) -> None:
-    """That of the recorded value."""
+    """That of the recorded value; none, if a rejection is recorded."""
     doubled(till)
     text, command = show(till, "k1")
-    assert "keep the deed with the recorded value (`show --values`)" in text
-    assert command == "  idempotency effects resolve k1 --seen --reason TEXT"
+    assert "undo each deed that is not the recorded value (`show --values`)" in text
+    assert command == "  idempotency effects resolve --seen --reason TEXT k1"
 
 
 # Done twice -----------------------------------------------------------------------------------------------------------
@@ -153,7 +218,8 @@ def test_the_log_says_once_that_two_attempts_were_done(till: Till, caplog: pytes
     doubled(till)
     (line,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
     assert line.startswith("two attempts at effect till.charge, key k1 were done: attempt 2 (")
-    assert (line.count("two attempts"), line.endswith("; check the provider, and undo one of them")) == (1, True)
+    assert line.count("two attempts") == 1
+    assert line.endswith("; at the provider, undo each deed that is not the recorded value")
 
 
 def test_an_effect_that_was_done_twice_is_not_forgotten(till: Till) -> None:

@@ -6,10 +6,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
-from effect_rig import Charge, Till, tills
+from effect_rig import TABLE, Charge, Till, tills
 from kit import Gate
 from projector_dedup.effects import Attempt, NotDone, resend
+from projector_dedup.maintenance.effects import find_effects
 
 till = tills()
 
@@ -115,3 +117,14 @@ def test_evidence_beside_a_running_attempt_holds_nobody_up(till: Till) -> None:
     running.open()
     second.result()
     assert sorted(till.payments()) == [("o1", "pi_2"), ("o2", "pi_3")]
+
+
+def test_a_row_of_somebody_else_stops_no_other_effect(till: Till) -> None:
+    """Its id is not of our making: it is told as it stands, and the rest is sent."""
+    charge = till.effect(till.loses_reply)
+    till.arm(charge)
+    till.harness.transact(lambda session: session.execute(update(TABLE).values(message_id="k1")))
+    till.arm(charge, key="k2")
+    assert till.settle(charge) == "1 done, 1 unknown"
+    if not till.harness.asynchronous:
+        assert [(each.key, each.scope) for each in find_effects(till.harness.engine)] == [("k1", None)]

@@ -1,11 +1,13 @@
 """The ways in which effects are repeated or forgotten elsewhere, each as one test (docs/effects.md)."""
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 
-from effect_rig import Charge, Lost, Till, book, tills
+from effect_rig import SAID, Charge, Lost, Till, book, tills
 from kit import Gate
 from projector_dedup.effects import (
     Attempt,
@@ -20,9 +22,9 @@ from projector_dedup.effects import (
     resend,
     stop,
 )
-from projector_dedup.effects.record import DONE
-from projector_dedup.errors import InProgress
-from projector_dedup.maintenance.effects import resolve
+from projector_dedup.effects.record import DONE, DOUBLE
+from projector_dedup.errors import InProgress, RefusedError
+from projector_dedup.maintenance.effects import find_effects, resolve
 
 till = tills()
 
@@ -280,22 +282,83 @@ def test_a_person_decides_about_a_value_that_cannot_be_stored(till: Till, answer
     assert till.payments() == [("o1", "pi_1" if answer == "done" else "pi_2")]
 
 
+def test_a_second_value_that_cannot_be_stored_is_a_question_again(till: Till) -> None:
+    """A person has decided "not done" of the first one: the effect is not sent a third time."""
+    if till.harness.asynchronous:
+        pytest.skip("the person's tool is synchronous")
+    charge, first = _decided_between_two(till)
+    assert isinstance(first.exception(), DoubleEffectError)
+    assert till.settle(charge) == "1 unknown"
+    row = till.row()
+    assert (len(till.sent), row.evidence_outcome, row.decision, row.stopped_at is None) == (2, DOUBLE, None, False)
+    engine = till.harness.engine
+    with pytest.raises(RefusedError, match="not done is no answer"):
+        resolve(engine, "k1", attempt=2, outcome="not done", **SAID)
+    resolve(engine, "k1", attempt=2, outcome="done", value='"pi_1"', **SAID)
+    assert till.settle(charge) == "1 done"
+    assert find_effects(engine)[0].state == "done twice"
+
+
+def test_a_second_value_that_comes_while_a_decision_is_recorded_is_a_question_again(till: Till) -> None:
+    """`settle` has read the decision, and has not locked the row yet."""
+    if till.harness.asynchronous:
+        pytest.skip("the person's tool is synchronous")
+    charge, first = _decided_between_two(till, opened=False)
+    looked: list[str] = []
+
+    @event.listens_for(till.harness.engine, "after_cursor_execute")
+    def look(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if not looked and "ORDER BY" in statement:
+            looked.append(statement)
+
+    @event.listens_for(till.harness.engine, "checkout")
+    def come_late(*_: Any) -> None:
+        if len(looked) == 1:
+            looked.append("and late")
+            first.gate.open()
+            assert isinstance(first.exception(), DoubleEffectError)
+
+    till.settle(charge)
+    assert (looked[1:], till.row().evidence_outcome) == (["and late"], DOUBLE)
+    assert till.settle(charge) == "1 unknown"
+    assert len(till.sent) == 2
+
+
+def _decided_between_two(till: Till, *, opened: bool = True) -> Any:
+    """Return an effect of which two attempts return values that cannot be stored, and the first attempt, which is late.
+
+    Before it ends, a person decides that the other one was not done.
+    """
+    gate = Gate(till.harness)
+    charge = till.effect(till.body(Secret(), Secret(), gate=gate), till.asks(NotDone()))
+    first: Any = till.overdue(charge, gate)
+    assert till.settle(charge) == "1 not done"
+    assert till.settle(charge) == "1 failed"
+    resolve(till.harness.engine, "k1", attempt=2, outcome="not done", why="not there", who="ada")
+    first.gate = gate
+    if opened:
+        gate.open()
+    return charge, first
+
+
 @pytest.mark.parametrize("same", [True, False], ids=["same value", "other value"])
-@pytest.mark.parametrize("policy", ["resend", "ask"])
+@pytest.mark.parametrize("policy", ["resend", "ask", "ask, then resend"])
 def test_two_attempts_that_were_done_are_heard_of(till: Till, policy: str, same: bool) -> None:
     """Unless the provider gave the same answer to the same key, which makes them one."""
     gate = Gate(till.harness)
     values = ("pi", "pi") if same else ("pi_1", "pi_2")
     unknown = resend(within=HOUR) if policy == "resend" else till.asks(NotDone())
+    if policy == "ask, then resend":
+        unknown = replace(unknown, then=resend(within=2 * HOUR))
     charge = till.effect(till.body(*values, gate=gate), unknown)
     first = till.overdue(charge, gate)
-    if policy == "ask":
+    if policy != "resend":
         assert till.settle(charge) == "1 not done"
     assert till.settle(charge) == "1 done"
     gate.open()
     with pytest.raises(LeaseLostError) as told:
         first.result()
-    assert isinstance(told.value, DoubleEffectError) is not (policy == "resend" and same)
+    assert isinstance(told.value, DoubleEffectError) is not ("resend" in policy and same)
     row = till.row()
     assert (len(till.sent), row.evidence_attempt, row.attempt) == (2, 1, 2)
     assert till.payments() == [("o1", "pi" if same else "pi_2")]
