@@ -56,7 +56,7 @@ _TWICE = (
     "it was done twice. At the provider, undo every deed but one, and give the value of that one:",
     ["--attempt {attempt} --done JSON"],
 )
-"""The same for an effect that was done twice, and whose values cannot be stored."""
+"""The text and the options for an effect that was done twice, and whose values cannot be stored."""
 
 
 def _say_next(found: StoredEffect, tables: EffectTables, effect: str | None) -> None:

@@ -150,7 +150,7 @@ def test_the_command(till: Till, tmp_path: Path) -> None:
     assert (code, found["state"], found["attempt"], "request" in found) == (1, "needs a person", 1, False)
     assert "effects that need a person: 1" in wrong
     code, shown, _ = effects("show", "k1")
-    assert (code, "\n  idempotency effects resolve k1 --attempt 1 --not-done --reason TEXT\n" in shown) == (0, True)
+    assert (code, "\n  idempotency effects resolve --attempt 1 --not-done --reason TEXT k1\n" in shown) == (0, True)
     assert max(map(len, effects("list")[1].splitlines())) <= 80
     assert effects("list", "--older-than", "1d")[1].endswith(": no unfinished effect matches the options.\n")
     assert "write a number and s, m, h or d, for example 15m" in effects("list", "--older-than", "1 day")[2]
