@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from projector_dedup.effects import AsyncEffects, Effects, EffectTables, Settled
 from projector_dedup.effects.steps import State
@@ -38,8 +39,11 @@ _SETTLE = "`idempotency effects settle --app ...`"
 _NEXT = {
     State.ARMED: (f"{_SETTLE} sends it. To cancel it:", ["--attempt {attempt} --rejected cancelled"]),
     State.UNKNOWN: (f"{_SETTLE} asks or sends again, if the policy permits it.", []),
-    State.KEPT: (f"{_SETTLE} records it; the error above is why that failed before.", []),
-    State.DECIDED: (f"{_SETTLE} records it.", []),
+    State.KEPT: (f"{_SETTLE} records it; an error above says why that failed, or that it was done twice.", []),
+    State.DECIDED: (
+        f"{_SETTLE} records it. If an error above prevents that, replace the decision:",
+        ["--attempt {attempt} --done JSON --instead-of {last}"],
+    ),
     State.STOPPED: (
         "search for the provider key at the provider. If it was done, give the value that the function returns; if the "
         "provider has nothing, it is sent again with this key:",
@@ -68,14 +72,18 @@ def _say_next(found: StoredEffect, tables: EffectTables, effect: str | None) -> 
     table = None if tables.marker.name == tables.default_name else tables.marker.name
     place = {"table": table, "schema": tables.marker.schema, "effect": effect, "scope": found.scope}
     chosen = "".join(f" --{name} {_typed(value, name)}" for name, value in place.items() if value is not None)
+    if click.get_current_context().get_parameter_source("database_url") is ParameterSource.COMMANDLINE:
+        chosen = f" --database-url URL{chosen}"  # which may contain a password
     key = f"{'-- ' if found.key.startswith('-') else ''}{_typed(found.key, 'key')}"
+    last = found.decisions[-1]["outcome"].replace(" ", "-") if found.decisions else ""
     for each in options:  # not by `say`, which would break a line that is to be copied
-        click.echo(f"  idempotency effects resolve{chosen} {each.format(attempt=found.attempt)} --reason TEXT {key}")
+        given = each.format(attempt=found.attempt, last=last)
+        click.echo(f"  idempotency effects resolve{chosen} {given} --reason TEXT {key}")
 
 
 def _typed(text: str, name: str) -> str:
-    """Return the text as a shell takes it, or its name if a terminal could not show it."""
-    return shlex.quote(text) if printable(text) == text else name.upper()
+    """Return the text as a shell takes it, or its name, which no shell takes, if a terminal could not show it."""
+    return shlex.quote(text) if printable(text) == text else f"<{name}>"
 
 
 def _one_of(command: Any) -> Any:
@@ -229,7 +237,7 @@ def resolve(
 
     Use it for an effect that needs a person, after you checked the provider. The command writes nothing if a newer
     attempt exists, if an attempt is running, if the effect has an outcome, or if another person has decided before. To
-    cancel an effect that was never sent, give --attempt 0 --rejected cancelled.
+    cancel an effect that was never sent, give --rejected cancelled.
 
     \b
     Examples:
@@ -247,7 +255,7 @@ def resolve(
     with deployment.opened() as engine:
         if attempt is None:
             found = mark_seen(engine, key, why=reason, who=who, **place)
-            say(f"{printable(found.effect)}, key {printable(found.key)}: {found.state}, and seen by {printable(who)}.")
+            _say_decided(deployment, found, f"{found.state}, and seen by {printable(who)}.")
             return
         found = decide(
             engine,
@@ -261,7 +269,11 @@ def resolve(
             instead_of=_DECISIONS[instead_of] if instead_of else None,
             **place,
         )
-    say(f"{printable(found.effect)}, key {printable(found.key)}: {found.state}. Next: {_NEXT[State.DECIDED][0]}")
+    _say_decided(deployment, found, f"{found.state}. Next: {_SETTLE} records it.")
+
+
+def _say_decided(deployment: Deployment, found: StoredEffect, text: str) -> None:
+    say(f"{deployment}: {printable(found.effect)}, key {printable(found.key)}: {text}")
 
 
 @effects.command(epilog=EXIT_CODES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -113,7 +114,7 @@ class RecordKey:
     def read(cls, stored: str) -> RecordKey:
         """Return the key of a text that a row has."""
         length, _, text = stored.partition(":")
-        if not (length.isascii() and length.isdecimal() and int(length) <= len(text)):
+        if re.fullmatch("0|[1-9][0-9]{0,2}", length) is None or int(length) >= len(text):
             return cls(stored, None, stored)  # a row of somebody else
         return cls(text[int(length) :], text[: int(length)] or None, stored)
 

@@ -49,6 +49,7 @@ DOUBLE = 9  #: in ``evidence_outcome``: done, as another attempt was, which no p
 ATTEMPT, ASKED, PERSON = "attempt", "ask", "person"  #: who has decided an outcome
 HAPPENED = ("armed_at", "first_sent_at", "ended_at", "stopped_at")  #: columns with times of what has happened
 AHEAD = 60_000  #: milliseconds by which such a time may be later than the database's clock
+HOUR = 3_600_000  #: milliseconds: the longest pause before a known outcome is recorded again
 MAX_ERROR = 500  # characters of an error's text that are kept
 
 
@@ -253,7 +254,9 @@ def due(connection: Connection, table: Table, names: list[str], until: int | Non
     until_then = select(now_ms()).scalar_subquery() if until is None else until  # else PostgreSQL reads every row
     unsent = is_ahead(table, "armed_at") & (table.c.attempt == 0)
     sent = is_ahead(table, "first_sent_at", "ended_at") & _has_no_evidence(table) & table.c.decision.is_(None)
-    ready = (table.c.next_at <= until_then) | unsent | sent
+    known = table.c.evidence.is_not(None) | table.c.decision.is_not(None)
+    left = known & (table.c.next_at > until_then + HOUR + AHEAD)
+    ready = (table.c.next_at <= until_then) | unsent | sent | left
     wanted = table.c.handler.in_(names) & (table.c.next_at > 0) & ready  # an index has the rows with a next_at
     rows = connection.execute(_select(table).where(wanted).order_by(table.c.next_at).limit(limit)).mappings()
     return [_seen(row) for row in rows]
@@ -323,7 +326,8 @@ def release(table: Table, row: Seen, held: str, next_in: int | None, *, over: bo
     if not over:
         conditions.append(_has_no_evidence(table))
     elif "evidence_outcome" in values:  # which are forgotten: never a stored value, or what came since the row was read
-        conditions += [table.c.evidence.is_(None), table.c.evidence_outcome == row.evidence_outcome]
+        conditions.append(table.c.evidence.is_(None))
+        conditions += _as_read(table, row, "evidence_outcome", "evidence_attempt")
     next_at = None if next_in is None else now_ms() + next_in
     given = {"lease_until": None, "next_at": next_at, **values}
     if "error" in given:
@@ -402,8 +406,7 @@ def keep_beside(
         written |= _doubled(twice)
     if not written:
         return None
-    names = ("token", "outcome", "evidence_outcome", "evidence_attempt")
-    unchanged = (table.c[name].is_not_distinct_from(getattr(row, name)) for name in names)
+    unchanged = _as_read(table, row, "token", "outcome", "evidence_outcome", "evidence_attempt")
     change = update(table).where(*_is(table, *row.key), *unchanged).values(written)
     return _by(change, lambda now: _has(now, **{name: written[name] for name in written if name in kept}))
 
@@ -416,7 +419,7 @@ def _has_room(row: Seen, attempt: int, kept: dict[str, Any]) -> bool:
     if kept["evidence_outcome"] != DONE:
         return row.evidence_outcome is None and row.attempt == attempt
     if row.evidence_outcome == DONE and row.evidence is None:
-        return row.outcome is None and kept["evidence"] is not None
+        return row.outcome is None and (kept["evidence"] is not None or row.decision is not None)
     return row.evidence_outcome not in (DONE, DOUBLE)
 
 
@@ -463,6 +466,10 @@ def _is_unchanged(table: Table, row: Seen) -> Any:
     """Return the condition that the row is as it was read: the end of an attempt changes no token."""
     unfinished = table.c.outcome.is_(None) & _has_no_evidence(table)
     return _has_token(table, row, row.token) & unfinished & _has_lease(table, row)
+
+
+def _as_read(table: Table, row: Seen, *names: str) -> list[Any]:
+    return [table.c[name].is_not_distinct_from(getattr(row, name)) for name in names]
 
 
 def _has_no_evidence(table: Table) -> Any:

@@ -54,11 +54,13 @@ from . import record
 from .arming import new_row, refuse_large, refuse_other_request
 from .definition import AsyncEffect, Attempt, Definition, Effect
 from .errors import DoubleEffectError, EffectUnknown, LeaseLostError, NotArmedError, NotDone, NotRecordedError
+from .policy import Resend
 from .record import (
     ASKED,
     ATTEMPT,
     DONE,
     DOUBLE,
+    HOUR,
     PERSON,
     Change,
     EffectTables,
@@ -68,7 +70,7 @@ from .record import (
     new_token,
     shown,
 )
-from .steps import HOUR, Do, Step, has_resend, next_step, pace
+from .steps import Do, Step, next_step, pace
 
 logger = logger_of("projector_dedup")
 
@@ -428,8 +430,11 @@ class _Effects(NamedInErrors):
                 self._report("failed", row, error=error)
             if step.do is not Do.WAIT:  # does nothing if the row was taken
                 again = pace(row, effect.lease.ms)
+                values: dict[str, Any] = {"lease_until": row.lease_until}
+                if step.do is Do.RECORD and row.evidence_outcome != DOUBLE:
+                    values["error"] = shown(error.__cause__ or error)
                 with suppress(record.RowHeld, RetriesExhaustedError):  # the row stays due
-                    self._release(row, row.token, again, over=True, waits=False, lease_until=row.lease_until)
+                    self._release(row, row.token, again, over=True, waits=False, **values)
         return True
 
     def _stop(self, effect: Definition[Any, Any], row: Seen, settled: Settled) -> None:
@@ -589,7 +594,8 @@ class _Effects(NamedInErrors):
         """Return the error for an outcome that was neither recorded, because of ``why``, nor kept in the row."""
         self._report("failed", taken.row, taken, error)
         reason = shown(error) if isinstance(error, ProjectorDedupError) else type(error).__name__  # no value of SQL
-        logger.error("%s: the library could not store the outcome: %s", _label(taken.row), reason)
+        text = "%s: the library could not store the outcome: %s; compare it with `idempotency effects show`"
+        logger.error(text, _label(taken.row), reason)
         return _not_recorded(taken.row, value, why, "the row could not keep the outcome either")
 
     def _finish(
@@ -671,9 +677,8 @@ class _Effects(NamedInErrors):
             changing = self._change(row.key, None, keep)
         except Exception as error:
             if twice:
-                raise self._double(
-                    taken, outcome, f"{twice}; the row could not be marked, so no list may have it"
-                ) from error
+                unmarked = f"{twice}; the row could not be marked, so no list may have it"
+                raise self._double(taken, outcome, unmarked) from error
             late = LeaseLostError("it came after another process had taken over the effect")
             raise self._lost(taken, outcome.result, late, error) from error
         kept, now = changing.made is not None, changing.now
@@ -709,9 +714,8 @@ class _Effects(NamedInErrors):
             number, data = DONE if row.evidence_outcome == DOUBLE else row.evidence_outcome, row.evidence
             by = ASKED if row.evidence_attempt is None else ATTEMPT
         else:
-            # `resolve` refuses "not done" for a double, so the second value came after that decision.
-            twice = row.evidence_outcome == DOUBLE and decision["outcome"] == "not done"
-            if row.is_unstorable and decision["outcome"] != "done" and (twice or not decision.get("knew")):
+            unseen = decision.get("knew") != [row.evidence_outcome, row.evidence_attempt]
+            if row.is_unstorable and decision["outcome"] != "done" and unseen:
                 self._ask_again(row, decision)
             if decision["outcome"] == "not done":
                 why = f"not done, said {decision['who']}: {decision['why']}"
@@ -744,7 +748,9 @@ class _Effects(NamedInErrors):
     def _ask_again(self, row: Seen, decision: dict[str, Any]) -> NoReturn:
         """Leave the effect to a person again: after the decision, an attempt returned a value that cannot be stored."""
         text = f"{_UNSTORABLE}; it came after {decision['who']} had decided"
-        values = {"decision": None, "stopped_at": now_ms(), "error": text}
+        values: dict[str, Any] = {"decision": None, "stopped_at": now_ms()}
+        if row.evidence_outcome != DOUBLE:  # else the row says which attempts were done
+            values["error"] = text
         self._release(row, row.token, None, over=True, waits=False, **values)
         logger.error("a person must decide again: %s was decided as %s; %s", _label(row), decision["outcome"], text)
         self._report("stopped", row)
@@ -875,10 +881,10 @@ def _own_arguments(effect: Definition[Any, Any], row: Seen, outcome: _Outcome) -
 
 
 def _is_double(effect: Definition[Any, Any], outcome: _Outcome, number: int | None, data: bytes | None) -> bool:
-    """True if two attempts were done. With ``resend`` in the policy, equal answers mean that it was done once."""
+    """True if two attempts were done. With ``resend``, equal answers mean that the provider did it once."""
     if outcome.number != DONE or number not in (DONE, DOUBLE):
         return False
-    return not (has_resend(effect.unknown) and _is_same_value(effect, outcome.data, data))
+    return not (isinstance(effect.unknown, Resend) and _is_same_value(effect, outcome.data, data))
 
 
 def _is_same_value(effect: Definition[Any, Any], one: bytes | None, other: bytes | None) -> bool:

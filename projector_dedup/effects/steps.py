@@ -7,9 +7,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from .policy import Ask, Policy, Resend, Stop
-from .record import DONE, DOUBLE, Seen
-
-HOUR = 3_600_000  # milliseconds
+from .record import DONE, DOUBLE, HOUR, Seen
 
 
 class State(StrEnum):
@@ -90,11 +88,6 @@ def next_step(row: Seen, policy: Policy, lease: int) -> Step:
             return Step(Do.ASK, latest=end - 1, ask=policy) if row.now >= earliest else Step(Do.WAIT, until=earliest)
         policy = policy.then
     return Step(Do.STOP)
-
-
-def has_resend(policy: Policy) -> bool:
-    """True if the provider remembers keys, as a ``resend`` in the policy says."""
-    return isinstance(policy, Resend) or (isinstance(policy, Ask) and has_resend(policy.then))
 
 
 def pace(row: Seen, lease: int, *, sent: bool = True) -> int:

@@ -223,7 +223,7 @@ def _decide(
         if earlier:
             more["earlier"] = earlier
         if found.evidence_outcome is not None:
-            more["knew"] = True  # that an attempt has returned a value
+            more["knew"] = [found.evidence_outcome, found.evidence_attempt]  # a value that cannot be stored
         text = json.dumps({**decision, **more})
         if len(text) > MAX_DECISION:
             raise RefusedError(
@@ -370,8 +370,13 @@ def _moment(milliseconds: int) -> datetime:
 def _no_verdict(tables: EffectTables) -> ColumnElement[bool]:
     """Return the condition that a row has no outcome, no stored value of an attempt, no decision, no running lease."""
     column = tables.marker.c
-    free = column.lease_until.is_(None) | (column.lease_until <= now_ms())
-    return column.outcome.is_(None) & column.evidence.is_(None) & column.decision.is_(None) & free
+    return column.outcome.is_(None) & column.evidence.is_(None) & column.decision.is_(None) & _is_free(tables)
+
+
+def _is_free(tables: EffectTables) -> ColumnElement[bool]:
+    """Return the condition that no attempt is running."""
+    until = tables.marker.c.lease_until
+    return until.is_(None) | (until <= now_ms())
 
 
 def needs_person(tables: EffectTables) -> ColumnElement[bool]:
@@ -385,11 +390,12 @@ def needs_person(tables: EffectTables) -> ColumnElement[bool]:
 def is_overdue(tables: EffectTables, since: timedelta) -> ColumnElement[bool]:
     """Return the condition that the effect was due, or was armed and never sent, at least so long ago.
 
-    A value or a decision that could not be recorded waits for the next try. It has been due since the last attempt.
+    A value or a decision that could not be recorded has been due since the last attempt, whenever the next try is.
     """
     column, then = tables.marker.c, now_ms() - _milliseconds(since)
     unsent = column.first_sent_at.is_(None) & column.next_at.is_not(None) & column.decision.is_(None)
-    failed = (column.decision.is_not(None) | column.evidence.is_not(None)) & (column.next_at > now_ms())
+    known = column.decision.is_not(None) | column.evidence.is_not(None)
+    failed = known & column.error.is_not(None) & _is_free(tables)
     last = func.coalesce(column.ended_at, column.first_sent_at, column.armed_at)
     late = (column.next_at <= then) | (unsent & (column.armed_at <= then)) | (failed & (last <= then))
     return column.outcome.is_(None) & late
@@ -464,8 +470,8 @@ def advise_effects(
         found.append(
             Finding(
                 f"effects with times in the future: {ahead:,}; the database's clock was ahead",
-                "synchronise the clock of the database server; `settle` sends those that were never sent, and leaves "
-                "the others to a person",
+                "synchronise the clock of the database server; `settle` sends those that were never sent, records "
+                "those whose outcome is known, and leaves the others to a person",
             )
         )
     if nameless:

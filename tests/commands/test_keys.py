@@ -57,7 +57,7 @@ def test_a_delimiter_in_a_key_makes_no_other_scope(scope: str | None, key: str, 
         assert RecordKey.of(key, scope).stored == stored
 
 
-@pytest.mark.parametrize("stored", ["k1", "k:1", ":k", "9:k", "-1:k", "²:kk"])
+@pytest.mark.parametrize("stored", ["k1", "k:1", ":k", "9:k", "1:k", "00:k", "-1:k", "²:kk"])
 def test_a_stored_text_of_somebody_else_is_read_as_a_key(stored: str) -> None:
     """No key of ours is stored so; whoever lists the rows must not fail because of it."""
     assert RecordKey.read(stored) == RecordKey(stored, None, stored)

@@ -1,12 +1,13 @@
 """The database's clock was ahead by an hour when a row was written, and was then set right."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import select
 
 from databases import USUAL_DRIVERS
-from effect_rig import SAID, Till, tills
+from effect_rig import SAID, Till, book, tills
 from kit import Gate
 from projector_dedup.dialects.columns import now_ms
 from projector_dedup.effects import EffectUnknown, NotDone, resend, stop
@@ -62,6 +63,29 @@ def test_an_attempt_of_the_time_ahead_is_a_question_to_a_person(till: Till, poli
     resolve(till.harness.engine, "k1", attempt=1, outcome="done", value='"pi_1"', **SAID)
     assert till.settle(charge) == "1 done"
     assert (len(till.sent), till.asked, till.payments()) == (1, [], [("o1", "pi_1")])
+
+
+@pytest.mark.parametrize("known", ["value", "decision"])
+def test_a_known_outcome_of_the_time_ahead_is_recorded(till: Till, known: str) -> None:
+    """Nothing is sent for that, and its next try would be a day away."""
+    fails = [1]
+
+    def recorded(*given: Any) -> None:
+        if fails:
+            raise ZeroDivisionError
+        book(*given)
+
+    charge = till.effect(till.loses_reply if known == "decision" else None, recorded=recorded)
+    till.arm(charge)
+    till.settle(charge)
+    if known == "decision":
+        till.pass_time(31)
+        assert till.settle(charge) == "1 stopped"
+        resolve(till.harness.engine, "k1", attempt=1, outcome="done", value='"pi_1"', **SAID)
+    till.pass_time(-24 * 3_600)
+    fails.clear()
+    assert till.settle(charge) == "1 done"
+    assert (len(till.sent), till.payments()) == (1, [("o1", "pi_1")])
 
 
 def test_an_attempt_that_runs_meanwhile_still_records_its_outcome(till: Till) -> None:

@@ -103,6 +103,33 @@ def test_a_decision_that_cannot_be_recorded_is_told(till: Till, outcome: Any) ->
     assert count_overdue(engine) == 0
     assert till.settle(charge) == "1 failed"
     assert count_overdue(engine) == 1
+    till.pass_time(31)  # whether the next try is due, or not yet
+    assert count_overdue(engine) == 1
+    text, replace = show(till, "k1")
+    assert ("replace the decision" in text, f" --instead-of {outcome} " in replace) == (True, True)
+    assert "ZeroDivisionError" in str(find_effect(engine, "k1").error)
+
+
+def test_a_value_beside_a_running_attempt_is_not_overdue(till: Till) -> None:
+    """It is recorded when that attempt has ended, and nobody can do anything before."""
+    gates = {1: Gate(till.harness), 2: Gate(till.harness)}
+
+    def body(request: Charge, attempt: Any) -> str:
+        gates[attempt.number].stop()
+        return till.plain(request, attempt)
+
+    charge = till.effect(body, resend(within=DAY), lease=3_600)
+    till.arm(charge)
+    first = till.harness.start(till.settle, charge)
+    gates[1].arrival()
+    till.pass_time(3_700)
+    second = till.harness.start(till.settle, charge)
+    gates[2].arrival()
+    gates[1].open()
+    assert (first.result(), till.settle(charge)) == ("1 failed", "1 skipped")
+    assert count_overdue(till.harness.engine) == 0
+    gates[2].open()
+    assert second.result() == "1 failed"
 
 
 def test_a_value_that_cannot_be_recorded_is_told(till: Till) -> None:
@@ -134,7 +161,7 @@ def test_show_has_the_command_that_comes_next(till: Till) -> None:
     """With key, scope and attempt, so that a person who knows no option can type it; the log names the key so."""
     charge = till.effect(till.loses_reply, stop)
     till.arm(charge, key="o 1", scope="north")
-    resolve_it = "  idempotency effects resolve --scope north"
+    resolve_it = "  idempotency effects resolve --database-url URL --scope north"
     cancel = f"{resolve_it} --attempt 0 --rejected cancelled --reason TEXT 'o 1'"
     assert show(till, "o 1", "--scope", "north")[1:] == [cancel]
     assert till.settle(charge) == "1 unknown"
@@ -155,14 +182,15 @@ def test_the_command_that_show_prints_is_accepted(till: Till) -> None:
     (line,) = show(till, "--table", "other_effect", "--effect", "till.one", "--", "--key")[1:]
     assert "--table other_effect --effect till.one --attempt 1 --rejected cancelled" in line
     _, *words = shlex.split(line)
-    said = idempotency("effects", "resolve", "--database-url", url(till), *words[2:])
+    words[words.index("URL")] = url(till)
+    said = idempotency(*words)
     assert (said.returncode, "till.one, key --key: decided" in said.stdout) == (0, True), said
 
 
 def test_a_key_that_no_terminal_shows_is_not_printed_as_something_else(till: Till) -> None:
     """What the person would copy would name another effect."""
     till.arm(till.effect(), key="o\x1b1")
-    assert show(till, "o\x1b1")[1].endswith(" --reason TEXT KEY")
+    assert show(till, "o\x1b1")[1].endswith(" --reason TEXT <key>")
 
 
 def test_show_says_which_of_two_deeds_to_keep(till: Till) -> None:
@@ -170,7 +198,7 @@ def test_show_says_which_of_two_deeds_to_keep(till: Till) -> None:
     doubled(till)
     text, command = show(till, "k1")
     assert "undo each deed that is not the recorded value (`show --values`)" in text
-    assert command == "  idempotency effects resolve --seen --reason TEXT k1"
+    assert command == "  idempotency effects resolve --database-url URL --seen --reason TEXT k1"
 
 
 # Done twice -----------------------------------------------------------------------------------------------------------

@@ -291,12 +291,34 @@ def test_a_second_value_that_cannot_be_stored_is_a_question_again(till: Till) ->
     assert till.settle(charge) == "1 unknown"
     row = till.row()
     assert (len(till.sent), row.evidence_outcome, row.decision, row.stopped_at is None) == (2, DOUBLE, None, False)
+    assert row.error.startswith("two attempts at")
     engine = till.harness.engine
     with pytest.raises(RefusedError, match="not done is no answer"):
         resolve(engine, "k1", attempt=2, outcome="not done", **SAID)
     resolve(engine, "k1", attempt=2, outcome="done", value='"pi_1"', **SAID)
     assert till.settle(charge) == "1 done"
     assert find_effects(engine)[0].state == "done twice"
+
+
+@pytest.mark.parametrize("policy", ["resend", "ask"])
+def test_a_value_that_comes_after_a_decision_is_a_question_again(till: Till, policy: str) -> None:
+    """Though it is no double: with ``resend`` it may be the same deed, and an ask has no deed of its own."""
+    if till.harness.asynchronous:
+        pytest.skip("the person's tool is synchronous")
+    gate = Gate(till.harness)
+    unknown = resend(within=HOUR) if policy == "resend" else till.asks(Secret())
+    ends = [Secret()] * (2 if policy == "resend" else 1)
+    charge = till.effect(till.body(*ends, gate=gate), unknown)
+    first = till.overdue(charge, gate)
+    assert till.settle(charge) == "1 failed"
+    made = till.row().attempt
+    resolve(till.harness.engine, "k1", attempt=made, outcome="not done", **SAID)
+    gate.open()
+    assert type(first.exception()) is LeaseLostError
+    assert till.settle(charge) == "1 unknown"
+    assert (len(till.sent), till.row().evidence_attempt, till.row().decision) == (made, 1, None)
+    resolve(till.harness.engine, "k1", attempt=made, outcome="not done", **SAID)
+    assert (till.settle(charge), till.settle(charge)) == ("1 not done", "1 done")
 
 
 def test_a_second_value_that_comes_while_a_decision_is_recorded_is_a_question_again(till: Till) -> None:
@@ -358,7 +380,7 @@ def test_two_attempts_that_were_done_are_heard_of(till: Till, policy: str, same:
     gate.open()
     with pytest.raises(LeaseLostError) as told:
         first.result()
-    assert isinstance(told.value, DoubleEffectError) is not ("resend" in policy and same)
+    assert isinstance(told.value, DoubleEffectError) is not (policy == "resend" and same)
     row = till.row()
     assert (len(till.sent), row.evidence_attempt, row.attempt) == (2, 1, 2)
     assert till.payments() == [("o1", "pi" if same else "pi_2")]
