@@ -152,8 +152,9 @@ def main() -> int:
             print(f"servers: {name} is SKIPPED: {why}", flush=True)
             missing.append(name)
             continue
-        minutes = (time.monotonic() - began) / 60
-        row = f"- {server.title.split()[0]} {version}: {datetime.date.today()}, {minutes:.0f} minutes, {_told(outcomes)}"
+        today, minutes = datetime.datetime.now(datetime.UTC).date(), (time.monotonic() - began) / 60
+        maker = server.title.split()[0]
+        row = f"- {maker} {version}: {today}, {minutes:.0f} minutes, {_told(outcomes)}"
         print(row, flush=True)
         failed |= any(outcome == "failed" for _, outcome in outcomes)
         if not options.tests:
