@@ -52,7 +52,7 @@ class Debian:
     """A MySQL or MariaDB, with a Debian unstable around it, which is its root directory."""
 
     title: str
-    package: str
+    packages: tuple[str, ...]
     install: tuple[str, ...]
     start: tuple[str, ...]
     engine: ClassVar = "mariadb"
@@ -63,7 +63,7 @@ class Debian:
         if os.geteuid() != 0:
             raise NotSetUpError("debootstrap needs root")
         _run("debootstrap", "--variant=minbase", "sid", folder, "http://deb.debian.org/debian")
-        _run("chroot", folder, "apt-get", "install", "--yes", "--no-install-recommends", self.package)
+        _run("chroot", folder, "apt-get", "install", "--yes", "--no-install-recommends", *self.packages)
 
     @contextlib.contextmanager
     def running(self, folder: Path) -> Iterator[URL]:
@@ -114,13 +114,13 @@ class Npm:
 SERVERS: dict[str, Debian | Npm] = {
     "mysql": Debian(
         "MySQL",
-        "mysql-server-core",
+        ("mysql-server-core",),
         install=("mysqld", "--no-defaults", "--secure-file-priv=", "--initialize-insecure"),
         start=("mysqld", "--no-defaults", "--secure-file-priv=", "--mysqlx=OFF"),
     ),
     "mariadb": Debian(
         "MariaDB",
-        "mariadb-server-core",
+        ("mariadb-server-core", "mariadb-client-core"),
         install=("mariadb-install-db", "--no-defaults", "--skip-test-db", "--auth-root-authentication-method=normal"),
         start=("mariadbd", "--no-defaults"),
     ),

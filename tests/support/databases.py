@@ -123,6 +123,11 @@ class Database:
         return self.url(USUAL_ASYNC[self.engine])
 
     @property
+    def is_mysql(self) -> bool:
+        """True if a MySQL stands in for MariaDB."""
+        return self._url.get_backend_name() == "mysql"
+
+    @property
     def dsn(self) -> str:
         """The database's address for a PostgreSQL driver without SQLAlchemy, `psycopg.connect()` say."""
         return _dsn(self._url)
