@@ -134,7 +134,7 @@ def main() -> int:
     """Run the tests on each server that the arguments name."""
     parser = argparse.ArgumentParser(prog="make servers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("servers", nargs="*", metavar="SERVER", help=f"of {', '.join(SERVERS)} (all)")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", help="below tests/, or other arguments of pytest")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="below tests/: a test, a file or a folder")
     parser.add_argument("--workers", default="2", help="processes that test at once (2)")
     options = parser.parse_args()
     if unknown := set(options.servers) - set(SERVERS):
@@ -246,7 +246,7 @@ def _tested(engine: str, url: URL, tests: Iterable[str], workers: str) -> list[t
     """Run the tests of an engine on a server; return the driver and the outcome of each."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     ours[f"{OURS}{engine.upper()}_URL"] = url.render_as_string()
-    paths = [each if each.startswith("-") else f"tests/{each}" for each in tests]
+    paths = [f"tests/{each}" for each in tests]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         options = ("-q", "--tb=short", "-n", workers, "--dist", "worksteal", "-k", engine, f"--junitxml={report}")
