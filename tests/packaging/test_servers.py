@@ -18,7 +18,7 @@ def test_a_server_that_cannot_be_had_is_named_and_skipped(tmp_path: Path) -> Non
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "")
     for name in ("postgresql-16", "postgresql-17"):
-        assert f"{name} is SKIPPED: npm is not installed" in done.stdout
+        assert f"{name} is SKIPPED: npm: No such file or directory" in done.stdout
         assert not (tmp_path / name).exists()
     assert done.stdout.endswith("servers: not tested: postgresql-16, postgresql-17\n")
 

@@ -195,8 +195,8 @@ def _run(*command: object, user: str | None = None) -> None:
             text=True,
             check=True,
         )
-    except FileNotFoundError:
-        raise NotSetUpError(f"{words[0]} is not installed") from None
+    except OSError as error:
+        raise NotSetUpError(f"{words[0]}: {error.strerror}") from None
     except subprocess.CalledProcessError as error:
         raise NotSetUpError(f"{' '.join(words)} failed:\n{error.stdout[-2000:]}") from None
 
