@@ -121,7 +121,7 @@ SERVERS: dict[str, Debian | Npm] = {
     "mariadb": Debian(
         "MariaDB",
         ("mariadb-server-core", "mariadb-client-core"),
-        install=("mariadb-install-db", "--no-defaults", "--skip-test-db", "--auth-root-authentication-method=normal"),
+        install=("mariadb-install-db", "--no-defaults", "--force", "--auth-root-authentication-method=normal"),
         start=("mariadbd", "--no-defaults"),
     ),
     "postgresql-16": Npm("PostgreSQL 16", "16.14.0-beta.17"),
