@@ -11,7 +11,7 @@ TOOLS := tests/support:tests/contract:tests/proofs
 DRIVERS := postgresql,psycopg2,asyncpg,pymysql,asyncmy,aiomysql,aiosqlite
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lowest newest outside nightly mutants matrix cluster torture explore harmless effects-proof effects-sweep shop-proof effects-peers kit-peers lint types docs pictures dist sbom try-release bench
+.PHONY: demo test lowest newest outside nightly mutants matrix cluster servers torture explore harmless effects-proof effects-sweep shop-proof effects-peers kit-peers lint types docs pictures dist sbom try-release bench
 
 demo: .venv/demo.stamp
 	@PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
@@ -60,6 +60,11 @@ matrix: .venv/dev.stamp
 # Three nodes of Galera, PostgreSQL with a standby, faults under load; prints what came of it. Some minutes.
 cluster: .venv/dev.stamp
 	@PYTHONPATH=$(TOOLS) $(BIN)/python -m cluster $(ARGS)
+
+# The contract, cleanup, commands and effects on a MySQL, a newer MariaDB and three PostgreSQL, which are fetched; results into
+# docs/tested-on.md. An hour or more; fewer: ARGS="mysql postgresql-16".
+servers: .venv/dev.stamp
+	@PYTHONPATH=$(TOOLS) $(BIN)/python -m servers --workers $(WORKERS) $(ARGS)
 
 # 200,000 deliveries on servers that crash, by workers that are killed 1,000 times, on PostgreSQL and MariaDB. An hour or more.
 torture: .venv/dev.stamp

@@ -13,10 +13,11 @@ from meter import metered
 till = tills([each for each in USUAL_DRIVERS if not each.is_async])
 
 # In a plan: the index is read up to the time, and not whole.
-BOUNDED = {"postgresql": "Index Cond: (next_at ", "mariadb": " range ", "sqlite": "(next_at"}
+BOUNDED = {"postgresql": "Index Cond: (next_at ", "mariadb": " range ", "mysql": " range ", "sqlite": "(next_at"}
 NUMBERS = {
     "postgresql": "generate_series(1, 2000) n(n)",
     "mariadb": "(SELECT seq AS n FROM seq_1_to_2000) n",
+    "mysql": "(WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r WHERE n < 1000) SELECT n FROM r) n",
     "sqlite": "(WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r WHERE n < 2000) SELECT n FROM r) n",
 }
 
@@ -48,16 +49,17 @@ def test_round_trips_on_psycopg(postgresql: Database) -> None:
 
 
 def test_what_is_due_is_found_by_an_index(till: Till) -> None:
-    """Of 2,000 effects that are done none is read."""
+    """Of 2,000 effects that are done none is read; on MySQL, whose recursion ends there, of 1,000."""
     charge, engine = till.effect(), till.harness.engine
     till.arm(charge)
-    key = "concat(message_id, n.n)" if engine.dialect.name == "mariadb" else "message_id || n.n"
+    mariadb = engine.dialect.name in ("mariadb", "mysql")
+    key = "concat(message_id, n.n)" if mariadb else "message_id || n.n"
     changed = {"message_id": key, "next_at": "NULL", "processed_at": "CURRENT_TIMESTAMP", "outcome": "1"}
-    columns = [f'"{column.name}"' if engine.dialect.name != "mariadb" else column.name for column in TABLE.columns]
+    columns = [column.name if mariadb else f'"{column.name}"' for column in TABLE.columns]
     values = [changed.get(column.name, name) for column, name in zip(TABLE.columns, columns, strict=True)]
     copied = f"SELECT {', '.join(values)} FROM external_effect, {NUMBERS[engine.dialect.name]}"
     copies = f"INSERT INTO external_effect ({', '.join(columns)}) {copied}"
-    analyze = "ANALYZE TABLE external_effect" if engine.dialect.name == "mariadb" else "ANALYZE external_effect"
+    analyze = "ANALYZE TABLE external_effect" if mariadb else "ANALYZE external_effect"
     for statement in (copies, analyze):
         till.harness.transact(partial(_execute, statement))
     sent: list[tuple[str, Any]] = []

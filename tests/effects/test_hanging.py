@@ -46,7 +46,8 @@ SERIALIZABLE = {
 @contextmanager
 def serializable(request: pytest.FixtureRequest, driver: Driver, chosen_by: str) -> Iterator[Till]:
     """Return a till on MariaDB at SERIALIZABLE, where a plain SELECT locks what it reads. It waits for a second."""
-    level = ", tx_isolation = 'SERIALIZABLE'" if chosen_by == "server" else ""
+    variable = "transaction_isolation" if request.getfixturevalue("mariadb").is_mysql else "tx_isolation"
+    level = f", {variable} = 'SERIALIZABLE'" if chosen_by == "server" else ""
     settings = {"connect_args": {"init_command": f"SET SESSION innodb_lock_wait_timeout = 1{level}"}}
     with till_on(request, driver, engine_arguments=settings, **SERIALIZABLE[chosen_by]) as till:
         yield till

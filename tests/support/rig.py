@@ -27,6 +27,7 @@ from databases import (
     mariadb_connection,
     mariadb_database,
     postgresql_database,
+    reached_by,
     sqlite_database,
 )
 from projector_dedup import AsyncDispatcher, Dispatcher, Message, on, projector
@@ -239,7 +240,7 @@ class Rig:
         self.connects = 0
         self.session_class: type[Session] = Session
         self._runner = asyncio.Runner() if driver.is_async else None
-        url = (url or outside.database.url()).set(drivername=driver.drivername)
+        url = reached_by(url or outside.database.url(), driver.drivername)
         if driver.engine == "sqlite":
             options.setdefault("connect_args", {"timeout": 0.3})
         self.engine: Engine | AsyncEngine = (
