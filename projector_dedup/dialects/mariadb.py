@@ -80,7 +80,7 @@ def _number(error: Exception) -> int | None:
 
 
 class MariaDB(Dialect):
-    """MariaDB 10.6 and later, with the driver of a subclass. MySQL 8 should work, but is not tested."""
+    """MariaDB 10.6 and later, with the driver of a subclass. MySQL is accepted, and fails some tests."""
 
     names = frozenset({"mysql", "mariadb"})
     grammar = Grammar(

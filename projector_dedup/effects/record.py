@@ -251,7 +251,7 @@ def due(connection: Connection, table: Table, names: list[str], until: int | Non
 
     Rows of the time when the database's clock was ahead are due, too.
     """
-    until_then = select(now_ms()).scalar_subquery() if until is None else until  # else PostgreSQL reads every row
+    until_then = now_ms() if until is None else until
     unsent = is_ahead(table, "armed_at") & (table.c.attempt == 0)
     sent = is_ahead(table, "first_sent_at", "ended_at") & _has_no_evidence(table) & table.c.decision.is_(None)
     known = table.c.evidence.is_not(None) | table.c.decision.is_not(None)
@@ -274,7 +274,7 @@ def is_ahead(table: Table, *names: str) -> ColumnElement[bool]:
 
 def overdue(connection: Connection, table: Table, known: set[str], ms: int) -> list[tuple[str, int]]:
     """Return the names beside ``known`` whose effects have been due for ``ms`` milliseconds, and the number of each."""
-    since = select(now_ms() - ms).scalar_subquery()  # as in `due`
+    since = select(now_ms() - ms).scalar_subquery()  # else PostgreSQL reads every row
     others = table.c.handler.not_in(known) & (table.c.next_at <= since)
     found = connection.execute(select(table.c.handler, func.count()).where(others).group_by(table.c.handler))
     return [(name, number) for name, number in found]
