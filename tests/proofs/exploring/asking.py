@@ -360,7 +360,9 @@ def send(at: Round, worker: Worker, policy: str) -> None:
     except Rejected:
         answer = "rejected"
     except LeaseLostError as lost:
-        answer = "rejected" if isinstance(lost.value, Rejected) else lost.value
+        if isinstance(lost.value, Rejected):
+            return  # it says nothing of the attempt that has taken over
+        answer = lost.value
     except (InProgress, EffectUnknown, NotRecordedError):
         return
     worker.refuse_if_killed()
