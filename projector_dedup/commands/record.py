@@ -114,9 +114,10 @@ class RecordKey:
     def read(cls, stored: str) -> RecordKey:
         """Return the key of a text that a row has."""
         length, _, text = stored.partition(":")
-        if re.fullmatch("0|[1-9][0-9]{0,2}", length) is None or int(length) >= len(text):
+        size = int(length) if re.fullmatch("0|[1-9][0-9]{0,2}", length) else len(text)
+        if size >= len(text):
             return cls(stored, None, stored)  # a row of somebody else
-        return cls(text[int(length) :], text[: int(length)] or None, stored)
+        return cls(text[size:], text[:size] or None, stored)
 
     def __str__(self) -> str:
         scope = "" if self.scope is None else f" in scope {printable(self.scope)[:80]}"

@@ -254,12 +254,16 @@ def due(connection: Connection, table: Table, names: list[str], until: int | Non
     until_then = now_ms() if until is None else until
     unsent = is_ahead(table, "armed_at") & (table.c.attempt == 0)
     sent = is_ahead(table, "first_sent_at", "ended_at") & _has_no_evidence(table) & table.c.decision.is_(None)
-    known = table.c.evidence.is_not(None) | table.c.decision.is_not(None)
-    left = known & (table.c.next_at > until_then + HOUR + AHEAD)
+    left = is_known(table) & (table.c.next_at > until_then + HOUR + AHEAD)
     ready = (table.c.next_at <= until_then) | unsent | sent | left
     wanted = table.c.handler.in_(names) & (table.c.next_at > 0) & ready  # an index has the rows with a next_at
     rows = connection.execute(_select(table).where(wanted).order_by(table.c.next_at).limit(limit)).mappings()
     return [_seen(row) for row in rows]
+
+
+def is_known(table: Table) -> ColumnElement[bool]:
+    """Return the condition that an attempt has left its value, or that a person has decided."""
+    return table.c.evidence.is_not(None) | table.c.decision.is_not(None)
 
 
 def is_ahead(table: Table, *names: str) -> ColumnElement[bool]:
@@ -331,7 +335,7 @@ def release(table: Table, row: Seen, held: str, next_in: int | None, *, over: bo
     next_at = None if next_in is None else now_ms() + next_in
     given = {"lease_until": None, "next_at": next_at, **values}
     if "error" in given:
-        given["error"] = _kept_text(given["error"])
+        given["error"] = _unless_double(table, table.c.error, _kept_text(given["error"]))
     return _by(update(table).where(*conditions).values(given), lambda now: _has(now, token=values.get("token")))
 
 
@@ -365,17 +369,16 @@ def finish(
     conditions = [_has_token(table, row, token), table.c.outcome.is_(None)]
     if not over:
         conditions.append(_has_no_evidence(table))
-    is_double = table.c.evidence_outcome == DOUBLE
     values = {
         "outcome": outcome,
         "result": data,
         "decided_by": by,
-        "processed_at": case((is_double, None), else_=utc_now()),
+        "processed_at": _unless_double(table, None, utc_now()),
         "ended_at": func.coalesce(table.c.ended_at, now_ms()) if by == ATTEMPT else table.c.ended_at,
         "lease_until": None,
         "next_at": None,
         "stopped_at": None,
-        "error": case((is_double, table.c.error), else_=None),
+        "error": _unless_double(table, table.c.error, None),
         **(_doubled(twice) if twice else {}),
     }
     statement = update(table).where(*conditions).values(values)
@@ -426,6 +429,11 @@ def _has_room(row: Seen, attempt: int, kept: dict[str, Any]) -> bool:
 def _doubled(error: str) -> dict[str, Any]:
     """Return the values of a row that was done twice: it is not finished, and cleanup keeps it, until it is seen."""
     return {"evidence_outcome": DOUBLE, "processed_at": None, "error": _kept_text(error)}
+
+
+def _unless_double(table: Table, kept: Any, other: Any) -> Any:
+    """Return ``other``, or ``kept`` if the row was done twice: its text says so, and it is not finished."""
+    return case((table.c.evidence_outcome == DOUBLE, kept), else_=other)
 
 
 def _kept_text(error: str) -> str:

@@ -431,7 +431,7 @@ class _Effects(NamedInErrors):
             if step.do is not Do.WAIT:  # does nothing if the row was taken
                 again = pace(row, effect.lease.ms)
                 values: dict[str, Any] = {"lease_until": row.lease_until}
-                if step.do is Do.RECORD and row.evidence_outcome != DOUBLE:
+                if step.do is Do.RECORD:
                     values["error"] = shown(error.__cause__ or error)
                 with suppress(record.RowHeld, RetriesExhaustedError):  # the row stays due
                     self._release(row, row.token, again, over=True, waits=False, **values)
@@ -748,9 +748,7 @@ class _Effects(NamedInErrors):
     def _ask_again(self, row: Seen, decision: dict[str, Any]) -> NoReturn:
         """Leave the effect to a person again: after the decision, an attempt returned a value that cannot be stored."""
         text = f"{_UNSTORABLE}; it came after {decision['who']} had decided"
-        values: dict[str, Any] = {"decision": None, "stopped_at": now_ms()}
-        if row.evidence_outcome != DOUBLE:  # else the row says which attempts were done
-            values["error"] = text
+        values = {"decision": None, "stopped_at": now_ms(), "error": text}
         self._release(row, row.token, None, over=True, waits=False, **values)
         logger.error("a person must decide again: %s was decided as %s; %s", _label(row), decision["outcome"], text)
         self._report("stopped", row)

@@ -19,7 +19,7 @@ from ..commands.record import RecordKey
 from ..dialects import dialect_of
 from ..dialects.columns import now_ms, utc_now
 from ..effects import EffectTables, default_effect_tables
-from ..effects.record import DONE, DOUBLE, is_ahead, new_token
+from ..effects.record import DONE, DOUBLE, is_ahead, is_known, new_token
 from ..effects.steps import State, state_of
 from ..errors import RefusedError
 from ..message import printable, valid_handler
@@ -370,7 +370,7 @@ def _moment(milliseconds: int) -> datetime:
 def _no_verdict(tables: EffectTables) -> ColumnElement[bool]:
     """Return the condition that a row has no outcome, no stored value of an attempt, no decision, no running lease."""
     column = tables.marker.c
-    return column.outcome.is_(None) & column.evidence.is_(None) & column.decision.is_(None) & _is_free(tables)
+    return column.outcome.is_(None) & ~is_known(tables.marker) & _is_free(tables)
 
 
 def _is_free(tables: EffectTables) -> ColumnElement[bool]:
@@ -394,8 +394,7 @@ def is_overdue(tables: EffectTables, since: timedelta) -> ColumnElement[bool]:
     """
     column, then = tables.marker.c, now_ms() - _milliseconds(since)
     unsent = column.first_sent_at.is_(None) & column.next_at.is_not(None) & column.decision.is_(None)
-    known = column.decision.is_not(None) | column.evidence.is_not(None)
-    failed = known & column.error.is_not(None) & _is_free(tables)
+    failed = is_known(tables.marker) & column.error.is_not(None) & _is_free(tables)
     last = func.coalesce(column.ended_at, column.first_sent_at, column.armed_at)
     late = (column.next_at <= then) | (unsent & (column.armed_at <= then)) | (failed & (last <= then))
     return column.outcome.is_(None) & late

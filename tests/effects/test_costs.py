@@ -12,7 +12,7 @@ from meter import metered
 
 till = tills([each for each in USUAL_DRIVERS if not each.is_async])
 
-# In a plan: the index is read up to the time, and not whole.
+# In a plan: the index is read, and of it only the rows that have a time.
 BOUNDED = {"postgresql": "Index Cond: (next_at ", "mariadb": " range ", "mysql": " range ", "sqlite": "(next_at"}
 NUMBERS = {
     "postgresql": "generate_series(1, 2000) n(n)",

@@ -286,7 +286,8 @@ def test_a_second_value_that_cannot_be_stored_is_a_question_again(till: Till) ->
     """A person has decided "not done" of the first one: the effect is not sent a third time."""
     if till.harness.asynchronous:
         pytest.skip("the person's tool is synchronous")
-    charge, first = _decided_between_two(till)
+    charge, gate, first = _decided_between_two(till)
+    gate.open()
     assert isinstance(first.exception(), DoubleEffectError)
     assert till.settle(charge) == "1 unknown"
     row = till.row()
@@ -325,7 +326,7 @@ def test_a_second_value_that_comes_while_a_decision_is_recorded_is_a_question_ag
     """`settle` has read the decision, and has not locked the row yet."""
     if till.harness.asynchronous:
         pytest.skip("the person's tool is synchronous")
-    charge, first = _decided_between_two(till, opened=False)
+    charge, gate, first = _decided_between_two(till)
     looked: list[str] = []
 
     @event.listens_for(till.harness.engine, "after_cursor_execute")
@@ -337,7 +338,7 @@ def test_a_second_value_that_comes_while_a_decision_is_recorded_is_a_question_ag
     def come_late(*_: Any) -> None:
         if len(looked) == 1:
             looked.append("and late")
-            first.gate.open()
+            gate.open()
             assert isinstance(first.exception(), DoubleEffectError)
 
     till.settle(charge)
@@ -346,21 +347,18 @@ def test_a_second_value_that_comes_while_a_decision_is_recorded_is_a_question_ag
     assert len(till.sent) == 2
 
 
-def _decided_between_two(till: Till, *, opened: bool = True) -> Any:
+def _decided_between_two(till: Till) -> tuple[Any, Gate, Any]:
     """Return an effect of which two attempts return values that cannot be stored, and the first attempt, which is late.
 
     Before it ends, a person decides that the other one was not done.
     """
     gate = Gate(till.harness)
     charge = till.effect(till.body(Secret(), Secret(), gate=gate), till.asks(NotDone()))
-    first: Any = till.overdue(charge, gate)
+    first = till.overdue(charge, gate)
     assert till.settle(charge) == "1 not done"
     assert till.settle(charge) == "1 failed"
     resolve(till.harness.engine, "k1", attempt=2, outcome="not done", why="not there", who="ada")
-    first.gate = gate
-    if opened:
-        gate.open()
-    return charge, first
+    return charge, gate, first
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same value", "other value"])

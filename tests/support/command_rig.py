@@ -43,8 +43,8 @@ NEVER_AGAIN = {
         "BEGIN SELECT RAISE(ABORT, 'a finished record was written'); END",
     ],
 }
-NEVER_AGAIN["mysql"] = NEVER_AGAIN["mariadb"]
 """A trigger on each engine that refuses to change a record which has an outcome: every test of commands is under it."""
+NEVER_AGAIN["mysql"] = NEVER_AGAIN["mariadb"]
 
 
 class Base(DeclarativeBase):
