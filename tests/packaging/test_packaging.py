@@ -193,7 +193,7 @@ def test_the_steps_of_the_release_are_there() -> None:
     workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
     commands = re.findall(r"- run: (.*)", workflow)
     scripts = re.findall(r"\.ci/\w+", " ".join(commands))
-    assert scripts == [".ci/release_notes", ".ci/run"]
+    assert scripts == [".ci/release_notes", ".ci/run", ".ci/absolute_links"]
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
     (targets,) = re.findall(r"^make (.*)$", "\n".join(commands), re.MULTILINE)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -92,6 +92,25 @@ def test_links_lead_somewhere() -> None:
     assert lost == []
 
 
+def test_an_index_shows_the_readme_with_its_links() -> None:
+    """A release makes every link and picture of README absolute, and changes nothing else; each is a file of ours."""
+    command = [ROOT / ".ci" / "absolute_links", "https://host/owner/name", "v1.2.3"]
+    released = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    links = re.findall(r"\]\(([^)#][^)]*)", released)
+    pictures = re.findall(r'(?:src|srcset)="([^"]*)', released)
+    assert links
+    assert pictures
+    for addresses, folder in (
+        (links, "https://host/owner/name/blob/v1.2.3/"),
+        (pictures, "https://host/owner/name/raw/v1.2.3/"),
+    ):
+        assert [each for each in addresses if not each.startswith(folder)] == []
+        files = [each.removeprefix(folder).partition("#")[0] for each in addresses]
+        assert [file for file in files if not (ROOT / file).is_file()] == []
+        released = released.replace(folder, "")
+    assert released == _text("README.md")
+
+
 # A consumer ----------------------------------------------------------------------------------------------------------
 
 
