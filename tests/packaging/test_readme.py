@@ -28,7 +28,14 @@ from reached import reached
 ROOT = Path(__file__).parents[2]
 ADRS = sorted(path.name for path in (ROOT / "docs" / "adr").glob("0*.md"))
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
-OTHERS = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "benchmarks/RESULTS.md"]
+OTHERS = [
+    "AGENTS.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "benchmarks/RESULTS.md",
+]
 
 
 def _text(page: str) -> str:
