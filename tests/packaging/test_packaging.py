@@ -188,13 +188,25 @@ def test_a_release_has_the_version_of_its_tag(release: Path) -> None:
     assert "has no section [1.2.3]" in _notes(release, "v1.2.3")[2]
 
 
-def test_the_steps_of_the_release_are_there() -> None:
-    """Each script and each make target that the workflow runs."""
-    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
-    commands = re.findall(r"- run: (.*)", workflow)
-    scripts = re.findall(r"\.ci/\w+", " ".join(commands))
-    assert scripts == [".ci/release_notes", ".ci/run", ".ci/absolute_links"]
-    assert [script for script in scripts if not (ROOT / script).is_file()] == []
-    (targets,) = re.findall(r"^make (.*)$", "\n".join(commands), re.MULTILINE)
+WORKFLOWS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").iterdir()}
+
+
+def test_the_steps_of_the_workflows_are_there() -> None:
+    """Each script, each make target and each workflow that a workflow names. A release begins with the checks."""
+    workflows = "\n".join(WORKFLOWS.values())
+    assert set(re.findall(r"\.ci/\w+", workflows)) == {".ci/absolute_links", ".ci/release_notes", ".ci/run"}
+    named = re.findall(r"\.ci/\w+|\.github/workflows/\w+\.yml", workflows)
+    assert [file for file in named if not (ROOT / file).is_file()] == []
+    targets = re.findall(r"- run: make (\S+)$", workflows, re.MULTILINE)
+    assert targets == ["try-release"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert [target for target in targets.split() if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+    assert "bash .ci/run" in WORKFLOWS["checks.yml"]
+    assert "uses: ./.github/workflows/checks.yml" in WORKFLOWS["release.yml"]
+
+
+def test_actions_are_pinned() -> None:
+    """A tag of an action can be moved to other code, a commit cannot. PyPI's action publishes from its branch."""
+    actions = re.findall(r"uses: (?!\./)(\S+)", "\n".join(WORKFLOWS.values()))
+    moving = {action for action in actions if not re.search(r"@[0-9a-f]{40}$", action)}
+    assert moving == {"pypa/gh-action-pypi-publish@release/v1"}
