@@ -101,7 +101,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_an_index_shows_the_readme_with_its_links() -> None:
     """A release makes every link and picture of README absolute, and changes nothing else; each is a file of ours."""
-    command = [ROOT / ".ci" / "absolute_links", "https://host/owner/name", "v1.2.3"]
+    command = [str(ROOT / ".ci" / "absolute_links"), "https://host/owner/name", "v1.2.3"]
     released = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     links = re.findall(r"\]\(([^)#][^)]*)", released)
     pictures = re.findall(r'(?:src|srcset)="([^"]*)', released)
