@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pika
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
 import projector_dedup.options
@@ -96,6 +96,18 @@ def test_tutorial(tmp_path: Path, postgresql: Database) -> None:
             reached.saw("rabbitmq", str(cast(Any, connection)._impl.server_properties["version"]))
             for name in (queue, *queues_beside(queue)):
                 connection.channel().queue_delete(name)
+
+
+def test_the_servers_of_the_tutorial() -> None:
+    """compose.yaml starts those that its settings name, with this user and password, and for this machine alone."""
+    settings = dict(re.findall(r"^(\w+_URL)=(.+)$", _page("tutorial.md"), re.MULTILINE))
+    servers = (ROOT / "compose.yaml").read_text(encoding="utf-8")
+    database, amqp = make_url(settings["DATABASE_URL"]), make_url(settings["AMQP_URL"])
+    assert settings["PROJECTOR_DEDUP_DATABASE_URL"] == settings["DATABASE_URL"]
+    assert re.findall(r"POSTGRES_(\w+): (\w+)", servers) == [("USER", "shop"), ("PASSWORD", "secret")]
+    assert (database.username, database.password, database.database) == ("shop", "secret", "shop")
+    assert (amqp.username, amqp.password) == ("guest", "guest")  # what RabbitMQ has, if nobody says otherwise
+    assert re.findall(r'ports: \["(.*)"\]', servers) == ["127.0.0.1:5432:5432", "127.0.0.1:5672:5672"]
 
 
 def _here(folder: Path, text: str) -> str:

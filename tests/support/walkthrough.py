@@ -15,7 +15,7 @@ from kit import PATIENCE
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FILE = re.compile(r"# ([\w./-]+\.\w+)\n")
-NOT_TYPED = ("python -m venv ", ". .venv/bin/activate", "pip install ", "docker run ", "sudo ")
+NOT_TYPED = ("python -m venv ", ". .venv/bin/activate", "pip install ", "docker compose up ", "sudo ")
 """Commands that prepare the machine. The test's own environment takes their place."""
 POLLS = ("python accounts.py", "idempotency dead payments:consumer list", "curl ")
 """Commands that a reader repeats until what runs in the background is done."""
