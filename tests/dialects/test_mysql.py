@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
@@ -108,12 +108,15 @@ def test_cleanup_waits_for_nobody(harness: Harness) -> None:
     gate.arrival()
     impatient = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1, sql_safe_updates = 1"}
     engine = create_engine(harness.subject.url, connect_args=impatient)
+    errors: list[Any] = []
+    event.listen(engine, "handle_error", lambda context: errors.append(context.original_exception))
     try:
         assert cleanup(engine, retention_hours=24) == 3
     finally:
         gate.open()
         holder.result()
         engine.dispose()
+    assert errors == []  # a lock wait timeout, say
     assert harness.markers() == [("m1", "h"), ("m4", "h")]
 
 
