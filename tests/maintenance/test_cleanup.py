@@ -303,7 +303,7 @@ def _before_delete(engine: Engine, act: Callable[[Connection], object], numbers:
     deletes = count()
 
     def listen(connection: Connection, _cursor: object, statement: str, *_: object) -> None:
-        if "DELETE FROM" in statement and next(deletes) in numbers:
+        if "DELETE" in statement and next(deletes) in numbers:
             act(connection)
 
     event.listen(engine, "before_cursor_execute", listen)

@@ -38,7 +38,14 @@ from projector_dedup.testing.provider import free_port
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tested-on.md"
 ROW = r"^- {}\b.*$"
-TESTS = ("core/test_contract.py::TestDefault", "maintenance/test_cleanup.py", "commands", "effects")
+TESTS = (
+    "core/test_contract.py::TestDefault",
+    "core/test_do_no_harm.py",
+    "dialects/test_mysql.py",
+    "maintenance/test_cleanup.py",
+    "commands",
+    "effects",
+)
 PATIENCE = 120.0  # seconds until a server takes statements
 OURS = "PROJECTOR_DEDUP_TEST_"  # the variables that tell the tests of a server
 
