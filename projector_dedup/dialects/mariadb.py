@@ -621,7 +621,7 @@ def _is_dependable(version: str) -> bool:
 # TABLE is used because a query of information_schema would take the transaction's snapshot on MySQL.
 
 _NOT_SHOWN = {1049, 1142, 1146, 1356}  # unknown database, no privilege, unknown table, a view of unknown tables
-_STORAGE = re.compile(r"^\) ENGINE=(\w+)", re.MULTILINE)
+_STORAGE = re.compile(r"^\)(?: /\*.*?\*/)? ENGINE=(\w+)", re.MULTILINE)  # MySQL puts a tablespace before it
 _UNIQUE_KEY = re.compile(
     r"^ *(?:PRIMARY|UNIQUE) KEY\b.*\((?:.message_id.,.handler.|.handler.,.message_id.)\)", re.MULTILINE
 )
@@ -642,7 +642,7 @@ def refuse_unfit(connection: Connection, table: Table, *, marker: bool) -> None:
     if not definition.startswith("CREATE TABLE "):
         return
     name = ".".join(part for part in place[:2] if part)
-    storage = _STORAGE.findall(definition)[-1]
+    (storage,) = _STORAGE.findall(definition)
     if storage != "InnoDB" and not Connection.scalar(connection, _TRANSACTIONS, {"engine": storage}):
         raise UnsafeSessionError(
             f"the table {name} has the storage engine {storage}, which has no transactions, so its changes would "

@@ -16,7 +16,7 @@ from databases import USUAL_DRIVERS, Database, Driver, each_driver
 from kit import Added, Gate, Harness, Held, Subject, Total, add
 from projector_dedup import Outcome
 from projector_dedup.dialects import Failure, failure_of
-from projector_dedup.errors import InProgress
+from projector_dedup.errors import InProgress, MissingTableError, UnsafeSessionError
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import cleanup
 from projector_dedup.markers import claim
@@ -48,6 +48,12 @@ def on_session(mysql: Database, driver: Driver, **settings: str) -> Subject:
     assigned = ", ".join(f"SESSION {name} = {value}" for name, value in settings.items())
     arguments = {"connect_args": {"init_command": f"SET {assigned}"}}
     return Subject(mysql.url(driver.drivername), engine_arguments=arguments)
+
+
+def run(harness: Harness, *statements: str) -> None:
+    """Each in a transaction of its own."""
+    for statement in statements:
+        harness.transact(lambda session, statement=statement: session.connection().exec_driver_sql(statement))  # type: ignore[misc]
 
 
 # claim_timeout -------------------------------------------------------------------------------------------------------
@@ -148,6 +154,44 @@ def test_our_tables_have_primary_keys_of_their_own(mysql: Database, driver: Driv
 
 
 @pytest.mark.parametrize("driver", [USUAL], ids=str)
+def test_a_table_may_be_anywhere(harness: Harness) -> None:
+    """In a tablespace, in partitions, and with comments that look like SQL."""
+    name = f"of_{harness.subject.url.database}"
+    run(
+        harness,
+        "DROP TABLE contract_account",  # InnoDB has no foreign keys to partitioned tables
+        f"CREATE TABLESPACE {name} ADD DATAFILE '{name}.ibd'",
+        rf"ALTER TABLE processed_message TABLESPACE {name}, COMMENT '\n) ENGINE=MEMORY'",
+        r"ALTER TABLE contract_total MODIFY amount INT COMMENT '\n) ENGINE=CSV' PARTITION BY KEY () PARTITIONS 2",
+    )
+    try:
+        assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
+        assert harness.deliver(harness.dispatcher()).outcome is Outcome.DUPLICATE
+    finally:
+        run(harness, "DROP TABLE processed_message", f"DROP TABLESPACE {name}")
+
+
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
+@pytest.mark.parametrize("change", ["DROP PRIMARY KEY", "DROP PRIMARY KEY, ADD UNIQUE (message_id(100), handler(100))"])
+def test_a_marker_table_without_its_index_is_refused(harness: Harness, change: str) -> None:
+    """A plain INSERT would insert the same marker twice."""
+    run(harness, f"ALTER TABLE processed_message {change}")
+    with pytest.raises(MissingTableError, match="idempotency check"):
+        harness.deliver(harness.dispatcher())
+    assert harness.totals() == {}
+
+
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
+@pytest.mark.parametrize("table", ["processed_message", "contract_total"])
+def test_a_table_without_transactions_is_refused(harness: Harness, table: str) -> None:
+    """The markers, and a read model."""
+    run(harness, "DROP TABLE contract_account", f"ALTER TABLE {table} ENGINE=MyISAM")  # it refers to the other
+    with pytest.raises(UnsafeSessionError, match="MyISAM, which has no transactions"):
+        harness.deliver(harness.dispatcher())
+    assert (harness.totals(), harness.markers()) == ({}, [])
+
+
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
 def test_check_says_what_a_user_of_mysql_can_do(harness: Harness) -> None:
     """Projectors run at SERIALIZABLE there, and no MariaDB is advised."""
     engine = create_engine(harness.subject.url)
@@ -208,12 +252,10 @@ def test_the_meaning_of_an_error(
 def test_caching_sha2_password(mysql: Database, driver: Driver) -> None:
     """The default since MySQL 8, with a password, on a connection that is not encrypted by any setting of ours."""
     with ready(Subject(mysql.url())) as admin:
-        admin.transact(lambda session: session.execute(text("DROP USER IF EXISTS shop@'127.0.0.1', shop@localhost")))
+        run(admin, "DROP USER IF EXISTS shop@'127.0.0.1', shop@localhost")
         for host in ("127.0.0.1", "localhost"):
             created = f"CREATE USER shop@'{host}' IDENTIFIED WITH caching_sha2_password BY 'a secret'"
-            granted = f"GRANT ALL ON {mysql.url().database}.* TO shop@'{host}'"
-            for statement in (created, granted):
-                admin.transact(lambda session, statement=statement: session.execute(text(statement)))  # type: ignore[misc]
+            run(admin, created, f"GRANT ALL ON {mysql.url().database}.* TO shop@'{host}'")
     url = mysql.url(driver.drivername).set(username="shop", password="a secret")
     with Harness(Subject(url)) as harness:
         assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
