@@ -14,8 +14,8 @@ The async classes have the same arguments. ``UnitOfWork`` has no ``retry`` and n
   The default is ``RetryPolicy()``: at most 20 attempts, none later than 5 seconds after the first failure. After the
   last attempt the library raises ``RetriesExhaustedError``.
 - ``claim_timeout``: the longest wait, in seconds, for another transaction that has claimed the same message or the same
-  key. After that the library raises ``InProgress``. With None, the default, only the database limits the wait. A value
-  that is not positive raises ``ValueError``.
+  key. After that the library raises ``InProgress``. With None, the default, only the database limits the wait. MySQL
+  waits for whole seconds, rounded up. A value that is not positive raises ``ValueError``.
 - ``isolation``: the isolation level of each transaction, such as ``"READ COMMITTED"``. A level that ``@projector`` or
   ``@command`` declares has precedence. With None, the default, the library uses the level that the engine was given, or
   else one at which no update is lost. A level that the database does not have raises ``UnsafeSessionError`` at the

@@ -222,12 +222,18 @@ class Dialect(ABC):
         return Snapshot.NEVER
 
     def opening(
-        self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False
+        self,
+        engine: Engine,
+        *,
+        marked: bool,
+        locking: bool = False,
+        chosen: bool = False,
+        wait: float | None = None,
     ) -> AbstractContextManager[None]:
         """Return a block in which a unit of work takes its connection from the pool.
 
         ``marked``: the unit of work claims messages. ``locking``: it reads the rows that it changes under lock.
-        ``chosen``: the user has chosen the isolation level.
+        ``chosen``: the user has chosen the isolation level. ``wait`` limits the claim's wait, in seconds.
         """
         return nullcontext()
 

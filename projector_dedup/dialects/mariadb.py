@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,10 +32,10 @@ from .columns import in_utc, utc_now
 from .dialect import Dialect, Failure, Snapshot, Status, is_as_strict
 from .listeners import TABLES, are_of_others, ask, info_of, listen_once
 
-# The meaning of errors, by number (MariaDB documentation, "MariaDB Error Code Reference") ----------------------------
+# The meaning of errors, by number (MariaDB's "Error Code Reference", MySQL's "Server Error Message Reference") -------
 
 _DEADLOCK, _RECORD_CHANGED, _LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, _NO_SAVEPOINT = 1213, 1020, 1205, 1969, 1305
-_LOCK_TABLE_FULL, _TRANSACTION_IN_PROGRESS = 1206, 1568
+_LOCK_TABLE_FULL, _TRANSACTION_IN_PROGRESS, _ROLLED_BACK_IN_COMMIT = 1206, 1568, 3101
 _TRANSIENT = {
     _DEADLOCK,
     _LOCK_TABLE_FULL,
@@ -44,7 +45,10 @@ _TRANSIENT = {
     1203,  # too many connections of this user
     1047,  # this node of a cluster is not ready
     1053,  # server shutdown in progress
-    1927,  # connection was killed
+    *(1927, 3169),  # connection was killed
+    *(3032, 3168),  # the server is offline, or not available
+    3058,  # a deadlock of GET_LOCK, on MySQL
+    _ROLLED_BACK_IN_COMMIT,
     *(1243, 1615),  # a prepared statement is gone, or is outdated
     *(2002, 2003, 2005, 2006, 2012, 2013, 2026, 2055),  # no connection, or lost
     4031,  # disconnected for inactivity
@@ -71,6 +75,11 @@ _NO_TABLE = {
 _OUT_OF_SYNC = 2014  # a result of mysqlclient's was left unread: the command was not sent
 
 
+def is_mariadb(dialect: EngineDialect) -> bool:
+    """True if the server is MariaDB, False if it is MySQL."""
+    return getattr(dialect, "is_mariadb", False)
+
+
 def _number(error: Exception) -> int | None:
     original = getattr(error, "orig", error)
     if type(original).__module__.partition(".")[0] not in ("pymysql", "MySQLdb", "asyncmy", "aiomysql"):
@@ -80,7 +89,7 @@ def _number(error: Exception) -> int | None:
 
 
 class MariaDB(Dialect):
-    """MariaDB 10.6 and later, with the driver of a subclass. MySQL is accepted, and fails some tests."""
+    """MariaDB 10.6 and later, and MySQL, with the driver of a subclass."""
 
     names = frozenset({"mysql", "mariadb"})
     grammar = Grammar(
@@ -132,12 +141,12 @@ class MariaDB(Dialect):
     def default_level(self, connection: Connection) -> str | None:
         """Return the level of the session before the library has set one."""
         server = server_of(connection)
-        return super().default_level(connection) if server is None else server.level
+        return super().default_level(connection) if server is None else server.found.level
 
     def snapshot(self, connection: Connection, level: str | None) -> Snapshot:
         """Return ``READ`` at REPEATABLE READ: an INSERT, such as the claim, takes no snapshot."""
         server = server_of(connection)
-        level = level or (server and server.now[1]) or self.default_level(connection)
+        level = level or (server and server.now.level) or self.default_level(connection)
         return Snapshot.READ if level == "REPEATABLE READ" else Snapshot.NEVER
 
     @staticmethod
@@ -147,11 +156,20 @@ class MariaDB(Dialect):
         return _asked(connection.dialect, pooled.dbapi_connection, pooled.driver_connection).is_dependable
 
     @contextmanager
-    def opening(self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False) -> Iterator[None]:
+    def opening(
+        self,
+        engine: Engine,
+        *,
+        marked: bool,
+        locking: bool = False,
+        chosen: bool = False,
+        wait: float | None = None,
+    ) -> Iterator[None]:
         """Give the connections of the block the settings of a unit of work, and restore them for later users."""
         level, locked = (marked or locking) and not chosen, self.locking_isolation if locking else None
         heard = are_of_others([engine.pool.dispatch.checkout])
-        token = _wanted.set(Wanted(marked, level, locked, heard))
+        limit = None if wait is None or is_mariadb(engine.dialect) else str(math.ceil(wait))
+        token = _wanted.set(Wanted(marked, level, locked, heard, limit))
         try:
             yield
         finally:
@@ -252,9 +270,9 @@ class MariaDB(Dialect):
         return Failure.NO_TABLE if number in _NO_TABLE else Failure.PERMANENT
 
     def commit_refused(self, error: DBAPIError) -> bool:
-        """True if a cluster refused the COMMIT with a deadlock, or mysqlclient did not send it. Otherwise unknown."""
-        number = _number(error)
-        return number == _OUT_OF_SYNC or (number == _DEADLOCK and not error.connection_invalidated)
+        """True if a cluster refused the COMMIT, or mysqlclient did not send it. Otherwise unknown."""
+        number, answered = _number(error), not error.connection_invalidated
+        return number == _OUT_OF_SYNC or (number in (_DEADLOCK, _ROLLED_BACK_IN_COMMIT) and answered)
 
 
 # The drivers ---------------------------------------------------------------------------------------------------------
@@ -448,19 +466,17 @@ def met_by_claim(marker: Table, names: int = 1) -> Select[Any]:
 
 
 class _BoundedInsert(MariaDBInsert):
-    """An INSERT that fails after ``:wait_ms``. innodb_lock_wait_timeout would permit only whole seconds."""
+    """An INSERT that fails after ``:wait_ms`` on MariaDB, and after the session's limit for locks on MySQL."""
 
     inherit_cache = True
 
 
 @compiles(_BoundedInsert)
 def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: Any) -> str:
-    if not getattr(compiler.dialect, "is_mariadb", False):
-        raise UnsupportedDatabaseError(
-            "claim_timeout needs MariaDB, because MySQL cannot limit the wait of one statement; remove claim_timeout"
-        )
+    insert: str = compiler.visit_insert(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
+    if not is_mariadb(compiler.dialect):
+        return insert
     wait = compiler.process(bindparam("wait_ms"), **options)
-    insert = compiler.visit_insert(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
     # The second setting allows a longer wait than the server's own limit for locks.
     return (
         f"SET STATEMENT max_statement_time = {wait} / 1000, innodb_lock_wait_timeout = {wait} div 1000 + 2 FOR {insert}"
@@ -469,10 +485,10 @@ def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: An
 
 # The settings of a session -------------------------------------------------------------------------------------------
 #
-# The settings are innodb_snapshot_isolation, if the server can be relied on to keep it, and an isolation level. Both
-# are variables of the session, so they stay with a pooled connection. They are changed when a connection is taken from
-# the pool by code that needs other settings: if only projectors use an engine, that is one round trip for each
-# connection, not for each message.
+# The settings are innodb_snapshot_isolation, if the server can be relied on to keep it, an isolation level, and on
+# MySQL, which cannot limit the wait of one statement, the limit for locks. They are variables of the session, so they
+# stay with a pooled connection. They are changed when a connection is taken from the pool by code that needs others: if
+# only projectors use an engine, that is one round trip for each connection, not for each message.
 #
 # Each physical connection is asked: one address can lead to two servers (docs/adr/0008-mariadb-and-galera.md).
 
@@ -483,6 +499,7 @@ DEPENDABLE = {(10, 6): 27, (10, 11): 18, (11, 4): 12, (11, 8): 8, (12, 3): 3}
 
 _LEVELS = ("transaction_isolation", "tx_isolation")  # two names of one variable, the newer one first
 _LIMIT, _UNLIMITED = "sql_select_limit", str(2**64 - 1)
+_WAIT = "innodb_lock_wait_timeout"  # whole seconds
 _ASKED = "projector_dedup_server"  # in the ``info`` of a physical connection
 
 
@@ -493,10 +510,19 @@ class Wanted(NamedTuple):
     level: bool  #: a level under which no update is lost; else it is the user's, who has chosen one or needs none
     locking: str | None  #: the level that is enough where what changes is read under lock
     heard: bool  #: others listen for connections that are taken from the pool, and may change them too
+    wait: str | None = None  #: the longest wait for a lock, in whole seconds; None for that of the server
 
 
 _NOTHING = Wanted(snapshots=False, level=False, locking=None, heard=False)
 _wanted: ContextVar[Wanted] = ContextVar("projector_dedup_wanted", default=_NOTHING)
+
+
+class Settings(NamedTuple):
+    """The settings of a session."""
+
+    snapshots: str | None  #: None on a server without them
+    level: str | None
+    wait: str  #: for a lock, in whole seconds
 
 
 @dataclass(frozen=True)
@@ -506,9 +532,8 @@ class Server:
     session: int  #: the server's number for it; a driver that connects anew by itself (``ping``) gets another
     is_dependable: bool
     level_variable: str
-    snapshots: str | None  #: the setting as other users of the engine have it; None on a server without it
-    level: str  #: the isolation level as other users of the engine have it
-    now: tuple[str | None, str | None]  #: both as they are now; the level is None if others may have set another since
+    found: Settings  #: as other users of the engine have them
+    now: Settings  #: as they are now; the level is None if others may have set another since
 
     @property
     def detecting_level(self) -> str:
@@ -517,19 +542,20 @@ class Server:
 
     def detects_lost_updates(self, level: str | None) -> bool:
         """True if the server refuses a lost update at ``level``, or at the level that the session has now."""
-        snapshots, now = self.now
-        detecting = self.detecting_level if snapshots == "ON" else "SERIALIZABLE"
-        level = level or now
+        detecting = self.detecting_level if self.now.snapshots == "ON" else "SERIALIZABLE"
+        level = level or self.now.level
         return level is not None and is_as_strict(level, detecting)
 
-    def settings_for(self, wanted: Wanted) -> tuple[str | None, str | None]:
-        """Return the two settings for what is ``wanted``: those that were found, where they are strict enough."""
-        snapshots = "ON" if wanted.snapshots and self.snapshots is not None else self.snapshots
+    def settings_for(self, wanted: Wanted) -> Settings:
+        """Return the settings for what is ``wanted``: those that were found, where they are strict enough."""
+        snapshots, level, wait = self.found
+        if wanted.snapshots and snapshots is not None:
+            snapshots = "ON"
         if not wanted.level:
-            return snapshots, None if self.now[1] is None else self.level
-        if is_as_strict(self.level, self.detecting_level):
-            return snapshots, self.level
-        return snapshots, wanted.locking or self.detecting_level
+            level = level if self.now.level is not None else None
+        elif level is None or not is_as_strict(level, self.detecting_level):
+            level = wanted.locking or self.detecting_level
+        return Settings(snapshots, level, wanted.wait or wait)
 
 
 def server_of(connection: Connection) -> Server | None:
@@ -548,23 +574,25 @@ def switching(dialect: EngineDialect) -> Callable[[Any, Any, object], None]:
             if wanted is _NOTHING:
                 return
             server = _asked(dialect, dbapi_connection, record.driver_connection)
-        snapshots, level = settings = server.settings_for(wanted)
-        overruled = wanted.heard and wanted.level and level != server.level
+        snapshots, level, wait = settings = server.settings_for(wanted)
+        overruled = wanted.heard and wanted.level and level != server.found.level
         if settings != server.now or overruled:
             values = {SETTING: snapshots, server.level_variable: level and f"'{level.replace(' ', '-')}'"}
+            if wait != server.now.wait:
+                values[_WAIT] = wait
             assigned = [f"SESSION {name} = {value}" for name, value in values.items() if value is not None]
             ask(dialect, dbapi_connection, f"SET {', '.join(assigned)}")
             if wanted.heard:
                 dbapi_connection.commit()  # a transaction that a listener has begun would keep its level
-        if not wanted.level and server.level != dialect.default_isolation_level:
+        if not wanted.level and server.found.level != dialect.default_isolation_level:
             level = None  # SQLAlchemy resets the level to its default behind everybody who chooses one
-        record.info[_ASKED] = replace(server, now=(snapshots, level))
+        record.info[_ASKED] = replace(server, now=Settings(snapshots, level, wait))
 
     return switch
 
 
 def _asked(dialect: EngineDialect, dbapi_connection: Any, driver: Any) -> Server:
-    names = "', '".join(("version", SETTING, _LIMIT, *_LEVELS))
+    names = "', '".join(("version", SETTING, _LIMIT, _WAIT, *_LEVELS))
     found = dict(ask(dialect, dbapi_connection, f"SHOW SESSION VARIABLES WHERE variable_name IN ('{names}')"))
     if found.get(_LIMIT) != _UNLIMITED:  # the limit may also hide itself
         raise UnsafeSessionError(
@@ -574,7 +602,8 @@ def _asked(dialect: EngineDialect, dbapi_connection: Any, driver: Any) -> Server
     level_variable = next(name for name in _LEVELS if name in found)
     snapshots, level = found.get(SETTING), found[level_variable].replace("-", " ")
     is_dependable = snapshots is not None and _is_dependable(found["version"])
-    return Server(driver.thread_id(), is_dependable, level_variable, snapshots, level, now=(snapshots, level))
+    settings = Settings(snapshots, level, found[_WAIT])
+    return Server(driver.thread_id(), is_dependable, level_variable, settings, now=settings)
 
 
 def _is_dependable(version: str) -> bool:
@@ -587,45 +616,57 @@ def _is_dependable(version: str) -> bool:
 
 # Tables --------------------------------------------------------------------------------------------------------------
 #
-# The catalogue is asked once per table and physical connection, since another connection may lead to another server;
-# and once per unit of work if a listener may have chosen another database (docs/adr/0008-mariadb-and-galera.md).
+# Each table is looked at once per physical connection, since another connection may lead to another server; and once in
+# each unit of work if a listener may have chosen another database (docs/adr/0008-mariadb-and-galera.md). SHOW CREATE
+# TABLE is used because a query of information_schema would take the transaction's snapshot on MySQL.
 
-_QUERY = text(
-    """
-    SELECT e.engine, e.transactions = 'YES' AS has_transactions, EXISTS (
-        SELECT 1 FROM information_schema.statistics s
-        WHERE s.table_schema = coalesce(:schema, database()) AND s.table_name = :name AND s.non_unique = 0
-        GROUP BY s.index_name
-        HAVING count(*) = 2 AND sum(s.column_name IN ('message_id', 'handler') AND s.sub_part IS NULL) = 2
-    ) AS is_unique
-    FROM information_schema.tables t JOIN information_schema.engines e ON e.engine = t.engine
-    WHERE t.table_schema = coalesce(:schema, database()) AND t.table_name = :name
-    """
+_NOT_SHOWN = {1049, 1142, 1146, 1356}  # unknown database, no privilege, unknown table, a view of unknown tables
+_STORAGE = re.compile(r"^\)(?: /\*.*?\*/)? ENGINE=(\w+)", re.MULTILINE)  # MySQL puts a tablespace before it
+_UNIQUE_KEY = re.compile(
+    r"^ *(?:PRIMARY|UNIQUE) KEY\b.*\((?:.message_id.,.handler.|.handler.,.message_id.)\)", re.MULTILINE
 )
+_TRANSACTIONS = text("SELECT transactions = 'YES' FROM information_schema.engines WHERE engine = :engine")
 
 
 def refuse_unfit(connection: Connection, table: Table, *, marker: bool) -> None:
     """Raise ``UnsafeSessionError`` for a table without transactions.
 
     With ``marker``, also raise ``MissingTableError`` if a plain INSERT could insert the same marker twice. The function
-    ignores a missing table and a view, because the next statement fails anyway.
+    ignores a missing table, because the next statement fails anyway, and a view or a temporary table.
     """
     known = info_of(connection).setdefault(TABLES, set())  # schema, name, whether as a marker table
     place = connection.schema_for_object(table), table.name, marker
     if place in known:
         return
-    found = Connection.execute(connection, _QUERY, {"schema": place[0], "name": place[1]}).first()
-    if found is None:
+    definition = _definition(connection, table)
+    if not definition.startswith("CREATE TABLE "):
         return
     name = ".".join(part for part in place[:2] if part)
-    if not found.has_transactions:
+    (storage,) = _STORAGE.findall(definition)
+    if storage != "InnoDB" and not Connection.scalar(connection, _TRANSACTIONS, {"engine": storage}):
         raise UnsafeSessionError(
-            f"the table {name} has the storage engine {found.engine}, which has no transactions, so its changes would "
+            f"the table {name} has the storage engine {storage}, which has no transactions, so its changes would "
             f"stay after a rollback of the marker; run ALTER TABLE {name} ENGINE=InnoDB"
         )
-    if marker and not found.is_unique:
+    if marker and not _UNIQUE_KEY.search(definition):
         raise MissingTableError(
             f"the table {name} has no unique index over (message_id, handler) alone, so a duplicate would be applied; "
             "`idempotency check` prints what is wrong"
         )
     known.add(place)
+
+
+def _definition(connection: Connection, table: Table) -> str:
+    """Return the SQL that would create the table, or "" if the server does not show it."""
+    quote = connection.dialect.identifier_preparer.quote
+    place = connection.schema_for_object(table), table.name
+    show = f"SHOW CREATE TABLE {'.'.join(quote(part) for part in place if part)}"
+    if is_mariadb(connection.dialect):
+        show = f"SET STATEMENT sql_mode = '' FOR {show}"  # some modes hide the storage engine
+    try:
+        shown: str = Connection.exec_driver_sql(connection, show).one()[1]
+    except DBAPIError as error:
+        if _number(error) not in _NOT_SHOWN:
+            raise
+        return ""
+    return shown

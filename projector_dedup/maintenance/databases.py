@@ -29,6 +29,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..dialects import MariaDB, PostgreSQL, SQLite, dialect_of
 from ..dialects.columns import moment, utc_now
+from ..dialects.mariadb import is_mariadb
 from ..late import in_utc
 
 # SQLite compares text, and its clock has whole seconds. So the cutoff must have whole seconds too.
@@ -143,15 +144,19 @@ class OnMariaDB(Database):
 
 
 class _ImpatientDelete(Delete):
-    """Waits for a lock at most a second: in a small table the planner makes a DELETE read rows that others hold."""
+    """Waits for a lock at most a second: in a small table the planner makes a DELETE read rows that others hold.
+
+    MySQL cannot limit the wait of one statement, but can be told to find the batch first.
+    """
 
     inherit_cache = True
 
 
 @compiles(_ImpatientDelete)
 def _compile_impatient(element: _ImpatientDelete, compiler: SQLCompiler, **options: Any) -> str:
-    statement: str = compiler.visit_delete(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
-    mariadb = getattr(compiler.dialect, "is_mariadb", False)
+    mariadb = is_mariadb(compiler.dialect)
+    hinted = element if mariadb else element.prefix_with("/*+ JOIN_PREFIX(batch) SET_VAR(sql_safe_updates = 0) */")
+    statement: str = compiler.visit_delete(hinted, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
     settings = "innodb_lock_wait_timeout = 1, sql_safe_updates = 0"
     return f"SET STATEMENT {settings} FOR {statement}" if mariadb else statement
 

@@ -9,6 +9,7 @@ from sqlalchemy import Table, text
 from sqlalchemy.engine import Connection
 
 from ..dialects import MariaDB, PostgreSQL, SQLite, dialect_of
+from ..dialects.mariadb import is_mariadb
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ def server_findings(connection: Connection, marker: Table) -> Iterator[Finding]:
             yield advice(
                 "this server does not reliably refuse lost updates at REPEATABLE READ, so projectors run at "
                 "SERIALIZABLE, where every read locks",
-                "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
+                "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later"
+                if is_mariadb(connection.dialect)
+                else "declare read_models=[...] for handlers that read what they change: they run at READ COMMITTED",
             )
     elif isinstance(dialect, SQLite):
         mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar_one()

@@ -109,6 +109,8 @@ def test_several_keys_in_any_order_do_not_deadlock(usual: Desk) -> None:
 )
 def test_who_names_another_lock_does_not_wait(server: Desk, note: str, scope: str | None) -> None:
     """The holder is in its handler all the time."""
+    if server.harness.subject.is_mysql:
+        pytest.skip("at SERIALIZABLE the handler's own reads lock")
     held = Held(server, one_for_all)
     operation = server.operation(held, lock=by_note)
     first = server.harness.start(server.handle, operation, PlaceOrder(note="a"), "k0")

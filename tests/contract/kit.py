@@ -89,9 +89,14 @@ class Subject:
 
     @property
     def loses_updates(self) -> bool:
-        """True if READ COMMITTED was chosen, where invariant I6 needs ``read_models`` or atomic upserts."""
+        """True if a level was chosen at which invariant I6 needs ``read_models`` or atomic upserts."""
         chosen = self.dispatcher_isolation or self.option_isolation or self.engine_isolation
-        return chosen == "READ COMMITTED"
+        return chosen == "READ COMMITTED" or (chosen == "REPEATABLE READ" and self.is_mysql)
+
+    @property
+    def is_mysql(self) -> bool:
+        """True if the URL says so."""
+        return self.url.get_backend_name() == "mysql"
 
     @property
     def has_snapshots(self) -> bool:

