@@ -157,9 +157,8 @@ def _on_engine(
         begun_by_claims = _admit(engine, dialect)
         chosen = options.isolation or chosen_level(engine)
         level = options.isolation if chosen is not None else _usual_level(engine, dialect, options, marked=marked)
-        locking = bool(options.read_models) or options.lowered
-        settled, wait = chosen is not None, options.claim_timeout
-        with dialect.opening(engine, marked=marked, locking=locking, chosen=settled, wait=wait):
+        locking, wait = bool(options.read_models) or options.lowered, options.claim_timeout
+        with dialect.opening(engine, marked=marked, locking=locking, chosen=chosen is not None, wait=wait):
             by_claim = one and level in LEVELS and begun_by_claims
             connection = _connect(session, engine, dialect, level, begun_by_claim=by_claim)
         dialect.refuse_unsafe(connection)

@@ -222,13 +222,7 @@ class Dialect(ABC):
         return Snapshot.NEVER
 
     def opening(
-        self,
-        engine: Engine,
-        *,
-        marked: bool,
-        locking: bool = False,
-        chosen: bool = False,
-        wait: float | None = None,
+        self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False, wait: float | None = None
     ) -> AbstractContextManager[None]:
         """Return a block in which a unit of work takes its connection from the pool.
 

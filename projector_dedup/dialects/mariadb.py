@@ -75,11 +75,6 @@ _NO_TABLE = {
 _OUT_OF_SYNC = 2014  # a result of mysqlclient's was left unread: the command was not sent
 
 
-def is_mariadb(dialect: EngineDialect) -> bool:
-    """True if the server is MariaDB, False if it is MySQL."""
-    return getattr(dialect, "is_mariadb", False)
-
-
 def _number(error: Exception) -> int | None:
     original = getattr(error, "orig", error)
     if type(original).__module__.partition(".")[0] not in ("pymysql", "MySQLdb", "asyncmy", "aiomysql"):
@@ -150,6 +145,11 @@ class MariaDB(Dialect):
         return Snapshot.READ if level == "REPEATABLE READ" else Snapshot.NEVER
 
     @staticmethod
+    def is_mysql(dialect: EngineDialect) -> bool:
+        """True if the server is MySQL, False if it is MariaDB."""
+        return not getattr(dialect, "is_mariadb", False)
+
+    @staticmethod
     def is_dependable(connection: Connection) -> bool:
         """True if the server of this connection refuses every stale write under innodb_snapshot_isolation."""
         pooled: Any = connection.connection
@@ -157,18 +157,12 @@ class MariaDB(Dialect):
 
     @contextmanager
     def opening(
-        self,
-        engine: Engine,
-        *,
-        marked: bool,
-        locking: bool = False,
-        chosen: bool = False,
-        wait: float | None = None,
+        self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False, wait: float | None = None
     ) -> Iterator[None]:
         """Give the connections of the block the settings of a unit of work, and restore them for later users."""
         level, locked = (marked or locking) and not chosen, self.locking_isolation if locking else None
         heard = are_of_others([engine.pool.dispatch.checkout])
-        limit = None if wait is None or is_mariadb(engine.dialect) else str(math.ceil(wait))
+        limit = str(math.ceil(wait)) if wait is not None and self.is_mysql(engine.dialect) else None
         token = _wanted.set(Wanted(marked, level, locked, heard, limit))
         try:
             yield
@@ -474,7 +468,7 @@ class _BoundedInsert(MariaDBInsert):
 @compiles(_BoundedInsert)
 def _set_statement(element: _BoundedInsert, compiler: SQLCompiler, **options: Any) -> str:
     insert: str = compiler.visit_insert(element, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
-    if not is_mariadb(compiler.dialect):
+    if MariaDB.is_mysql(compiler.dialect):
         return insert
     wait = compiler.process(bindparam("wait_ms"), **options)
     # The second setting allows a longer wait than the server's own limit for locks.
@@ -661,7 +655,7 @@ def _definition(connection: Connection, table: Table) -> str:
     quote = connection.dialect.identifier_preparer.quote
     place = connection.schema_for_object(table), table.name
     show = f"SHOW CREATE TABLE {'.'.join(quote(part) for part in place if part)}"
-    if is_mariadb(connection.dialect):
+    if not MariaDB.is_mysql(connection.dialect):
         show = f"SET STATEMENT sql_mode = '' FOR {show}"  # some modes hide the storage engine
     try:
         shown: str = Connection.exec_driver_sql(connection, show).one()[1]

@@ -140,13 +140,7 @@ class PostgreSQL(Dialect):
         return Snapshot.CLAIM if level is not None and is_as_strict(level, "REPEATABLE READ") else Snapshot.NEVER
 
     def opening(
-        self,
-        engine: Engine,
-        *,
-        marked: bool,
-        locking: bool = False,
-        chosen: bool = False,
-        wait: float | None = None,
+        self, engine: Engine, *, marked: bool, locking: bool = False, chosen: bool = False, wait: float | None = None
     ) -> AbstractContextManager[None]:
         """Return a block in which each new connection of the pool is asked whether it leads through a pooler."""
         return asking()

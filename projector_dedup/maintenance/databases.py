@@ -29,7 +29,6 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from ..dialects import MariaDB, PostgreSQL, SQLite, dialect_of
 from ..dialects.columns import moment, utc_now
-from ..dialects.mariadb import is_mariadb
 from ..late import in_utc
 
 # SQLite compares text, and its clock has whole seconds. So the cutoff must have whole seconds too.
@@ -154,11 +153,11 @@ class _ImpatientDelete(Delete):
 
 @compiles(_ImpatientDelete)
 def _compile_impatient(element: _ImpatientDelete, compiler: SQLCompiler, **options: Any) -> str:
-    mariadb = is_mariadb(compiler.dialect)
-    hinted = element if mariadb else element.prefix_with("/*+ JOIN_PREFIX(batch) SET_VAR(sql_safe_updates = 0) */")
+    on_mysql = MariaDB.is_mysql(compiler.dialect)
+    hinted = element.prefix_with("/*+ JOIN_PREFIX(batch) SET_VAR(sql_safe_updates = 0) */") if on_mysql else element
     statement: str = compiler.visit_delete(hinted, **options)  # type: ignore[no-untyped-call]  # SQLAlchemy's
     settings = "innodb_lock_wait_timeout = 1, sql_safe_updates = 0"
-    return f"SET STATEMENT {settings} FOR {statement}" if mariadb else statement
+    return statement if on_mysql else f"SET STATEMENT {settings} FOR {statement}"
 
 
 # SQLite --------------------------------------------------------------------------------------------------------------

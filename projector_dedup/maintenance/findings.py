@@ -9,7 +9,6 @@ from sqlalchemy import Table, text
 from sqlalchemy.engine import Connection
 
 from ..dialects import MariaDB, PostgreSQL, SQLite, dialect_of
-from ..dialects.mariadb import is_mariadb
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,9 @@ def server_findings(connection: Connection, marker: Table) -> Iterator[Finding]:
             yield advice(
                 "this server does not reliably refuse lost updates at REPEATABLE READ, so projectors run at "
                 "SERIALIZABLE, where every read locks",
-                "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later"
-                if is_mariadb(connection.dialect)
-                else "declare read_models=[...] for handlers that read what they change: they run at READ COMMITTED",
+                "declare read_models=[...] for handlers that read what they change: they run at READ COMMITTED"
+                if MariaDB.is_mysql(connection.dialect)
+                else "upgrade to MariaDB 10.6.27, 10.11.18, 11.4.12, 11.8.8, 12.3.3 or later",
             )
     elif isinstance(dialect, SQLite):
         mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar_one()
