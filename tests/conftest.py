@@ -49,6 +49,7 @@ from pgbouncer import PgBouncer
 from projector_dedup.tables import default_metadata
 from reached import PART, left_out, reached
 from rig import outsides_fixture, rig_fixture, rig_on_fixture  # noqa: F401  # fixtures
+from tansu import Tansu, tansu
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("untimed")
@@ -210,6 +211,13 @@ def pgbouncer() -> Iterator[Callable[..., PgBouncer]]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
     """A cluster of Kafka for all tests of a file; each has topics of its own."""
     with kafka_cluster(tmp_path_factory.mktemp("kafka")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", name="tansu")
+def broker_of_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tansu]:
+    """A broker of Kafka's protocol, likewise."""
+    with tansu(tmp_path_factory.mktemp("tansu")) as found:
         yield found
 
 

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:\\s*The 'queue' task attribute:DeprecationWarning"
 )  # of Celery, for 6.0
 
-ALL = (*CLIENTS, KAFKA, *(f"{each}-batches" for each in BATCHED))
+TANSU = f"{KAFKA} on tansu"
+"""The consumer of Kafka on a broker by others than its client. As plain `KAFKA` it runs on the client's mock."""
+ALL = (*CLIENTS, KAFKA, TANSU, *(f"{each}-batches" for each in BATCHED))
 BROKERS = {
     **dict.fromkeys(("Pika", "AioPika", "FastStreamRabbit"), "rabbitmq"),
     **dict.fromkeys(("Nats", "FastStreamNats", "FastStreamNatsBatches"), "nats"),
@@ -54,8 +56,9 @@ def _turned(client: str) -> Any:
 @pytest.fixture(params=[*map(_turned, ALL)])
 def consumer(request: pytest.FixtureRequest, postgresql: Database) -> Iterator[Adapter]:
     """A queue of the test's own, and a consumer of it, by each client in turn."""
-    cluster = request.getfixturevalue("cluster") if request.param.startswith(KAFKA) else None
-    with adapter(request.param, postgresql, cluster) as made:
+    client, _, server = request.param.partition(" on ")
+    cluster = request.getfixturevalue(server or "cluster") if client.startswith(KAFKA) else None
+    with adapter(client, postgresql, cluster) as made:
         yield made
 
 
@@ -318,7 +321,7 @@ def test_garbage_becomes_dead_letters_and_the_consumer_lives_on(consumer: Adapte
 
 
 # Celery declares the queue of its dead letters for each of them; test_kafka.py has the topics of Kafka.
-@but("celery", KAFKA)
+@but("celery", KAFKA, TANSU)
 def test_a_message_that_cannot_be_kept_is_not_acknowledged(consumer: Adapter) -> None:
     """Somebody has deleted the dead letters: the poison comes again until it can be one."""
     called: list[object] = []

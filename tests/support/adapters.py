@@ -20,10 +20,9 @@ from amqp_fields import drawn, short
 from celery_rig import TASK, CeleryQueue, celery_queue
 from consumer_rig import Broker, Sent, wait_for
 from databases import Database
-from kafka_cluster import KafkaCluster
 from kafka_garbage import garbage as kafka_garbage
 from kafka_garbage import produce
-from kafka_rig import Kafka
+from kafka_rig import Cluster, Kafka
 from nats_garbage import garbage, send
 from nats_rig import DURABLE, JetStream, jet_stream
 from payments import RULES, payment
@@ -544,7 +543,7 @@ POLLS = ((of_nats, "_POLL"), (redis, "_POLL"), (kafka, "WAIT"), (of_pika, "_LOOK
 
 
 @contextlib.contextmanager
-def adapter(client: str, database: Database, cluster: KafkaCluster | None = None) -> Iterator[Any]:
+def adapter(client: str, database: Database, cluster: Cluster | None = None) -> Iterator[Any]:
     """The adapter of a client on a queue of its own, with a read model in which nothing is; no account fails."""
     RULES.clear()
     with contextlib.ExitStack() as stack:

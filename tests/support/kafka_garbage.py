@@ -45,7 +45,8 @@ def produce(brokers: str, topic: str, messages: Sequence[tuple[bytes | None, lis
         getattr(library, function).restype = ctypes.c_void_p
     text, size = ctypes.create_string_buffer(512), ctypes.c_size_t
     conf = ctypes.c_void_p(library.rd_kafka_conf_new())
-    for setting, value in ((b"bootstrap.servers", brokers.encode()), (b"log_level", b"0")):
+    settings = ((b"bootstrap.servers", brokers.encode()), (b"log_level", b"0"), (b"batch.num.messages", b"1"))
+    for setting, value in settings:  # one, as in kafka_rig.py
         assert library.rd_kafka_conf_set(conf, setting, value, text, size(512)) == 0
     client = ctypes.c_void_p(library.rd_kafka_new(0, conf, text, size(512)))  # 0: a producer
     for body, headers, timestamp in messages:

@@ -1,16 +1,15 @@
-"""A topic of a mock cluster for one test, and a look at it and at the topics beside it by other clients."""
+"""A topic for one test, and a look at it and at the topics beside it by other clients."""
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 
 from consumer_rig import Sent
-from kafka_cluster import KafkaCluster
 from projector_dedup.brokers import kafka as plug
 from projector_dedup.brokers.kafka import aside
 
@@ -20,15 +19,24 @@ PARTITIONS = 4
 Headers = Mapping[str, str | bytes | None]
 
 
+class Cluster(Protocol):
+    """A server of Kafka's protocol: librdkafka's mock, or Tansu."""
+
+    brokers: str
+
+    def make_topic(self, name: str, partitions: int) -> None:
+        """Create a topic."""
+
+
 class Kafka:
     """One topic with a name of its own, and a group that has begun to consume it: its own, or that ``beside`` it."""
 
-    def __init__(self, cluster: KafkaCluster, beside: Kafka | None = None) -> None:
+    def __init__(self, cluster: Cluster, beside: Kafka | None = None) -> None:
         self.topic = f"flights-{secrets.token_hex(3)}"
         self.config: dict[str, Any] = {
             "bootstrap.servers": cluster.brokers,
             "group.id": beside.config["group.id"] if beside else f"airlines-{secrets.token_hex(3)}",
-            "session.timeout.ms": 2000,  # after which the mock notices that a consumer was killed
+            "session.timeout.ms": 2000,  # after which the server notices that a consumer was killed
             "heartbeat.interval.ms": 300,
             "auto.commit.interval.ms": 500,
             "fetch.wait.max.ms": 20,  # else each look at a topic takes half a second
@@ -37,7 +45,8 @@ class Kafka:
         self.retry, self.dead_letters = aside(self.topic, self.config, "retry"), aside(self.topic, self.config, "dead")
         for topic in (self.topic, self.retry, self.dead_letters):
             cluster.make_topic(topic, PARTITIONS)
-        self._producer = Producer({"bootstrap.servers": cluster.brokers, "log_level": 0})
+        alone = {"batch.num.messages": 1}  # of several, Tansu tells only the first when asked where a topic ends
+        self._producer = Producer({"bootstrap.servers": cluster.brokers, "log_level": 0, **alone})
         self._replay = {**self.config, "group.id": f"{self.config['group.id']}.replay"}
         self._reader = Consumer({**self._replay, "enable.auto.commit": False})
         self._group = Consumer(self.config)
