@@ -13,7 +13,7 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "consume": consume.consume,
     "redeliveries": races.redeliveries,
     "trips": counts.trips,
-    "latency": races.latency,
+    "distance": races.distance,
     "workers": workers.workers,
     "meeting": meeting.meeting,
     "batches": batched.batched,

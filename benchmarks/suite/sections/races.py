@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable
 
 from sqlalchemy import create_engine, text
 
 from .. import contenders as who
+from ..contenders import orm
 from ..harness import Bench, Entry, enter, race
 from ..results import Plot, Section, Table, rounds_of, standings
 from ..servers import Server, sqlite
 from ..wire import Wire
 
 _SHARES = (20, 90)
-_DELAY = 0.0005
+_DELAYS = (0.0005, 0.002)
 _REDELIVERED = (
     who.BASE, who.DEFAULT, who.UPSERT, who.BATCH_100, who.BATCH_1000, who.ONE_STATEMENT, who.SELECT_INSERT,
     who.ON_CONFLICT, who.CTE, who.SET_BASED, who.PROTEAN, who.EVENTSOURCING,
 )  # fmt: skip
+_DUPLICATE = "deliver, duplicate"
 _DELAYED = (
-    who.BASE, who.DEFAULT, who.READ_MODELS, who.UPSERT, who.BATCH_100, who.BATCH_1000, who.ROWS_ONCE, who.ONE_STATEMENT,
-    who.BASE_ASYNC["asyncpg"], who.ASYNC["asyncpg"], who.SELECT_INSERT, who.ON_CONFLICT, who.CTE, who.SET_BASED,
-    who.PROTEAN, who.EVENTSOURCING,
+    who.BASE, who.DEFAULT, _DUPLICATE, who.READ_MODELS, who.BATCH_100, who.ROWS_ONCE, who.SELECT_INSERT,
+    who.ON_CONFLICT, who.PROTEAN,
 )  # fmt: skip
 ON_ENGINES = (who.BASE, who.DEFAULT, who.BATCH_100, who.BATCH_1000, who.ROWS_ONCE, who.SELECT_INSERT)
 
@@ -72,12 +74,6 @@ def redeliveries(bench: Bench) -> Section:
         ]
         race(entries[share], bench.rounds(40), bench.seconds)
     columns = [f"{share} %" for share in _SHARES]
-    rows = [list(each) for each in zip(*entries.values(), strict=True)]  # a contender, at each share
-    found = [
-        [f"{entry.ratios(entries[share][0])}, {entry.totals()}" for share, entry in zip(_SHARES, row, strict=True)]
-        for row in rows
-    ]
-    names = [row[0].contender.name for row in rows]
     plot = _bars("redeliveries", "90 % redeliveries", entries[90], entries[90][0], logarithmic=True)
     plot.axis, plot.marks = f"rate ÷ {who.BASE}, which counts them all", {}
     return Section(
@@ -85,32 +81,52 @@ def redeliveries(bench: Bench) -> Section:
         "Redeliveries",
         "With that probability, a message is one of the last 2,000 again. Rates are divided by that of "
         f"`{who.BASE}` at the same share, which applies every redelivery.",
-        [
-            Table(
-                ["rate ÷ no dedup, read model", *columns],
-                [[name, *cells] for name, cells in zip(names, found, strict=True)],
-            )
-        ],
+        [Table(["rate ÷ no dedup, read model", *columns], _side_by_side(entries.values()))],
         [plot],
         {name: rate for share in _SHARES for name, rate in rounds_of(entries[share], f", {share} %").items()},
     )
 
 
-def latency(bench: Bench) -> Section:
-    """The same race with a network in between: 0.5 ms more for each round trip."""
-    everybody = who.on_engine("postgresql")
-    entries = [enter(bench.postgresql, everybody[name]) for name in _DELAYED if name in everybody]
-    with Wire(bench.postgresql.url) as direct, Wire(bench.postgresql.url, _DELAY) as wire:
-        proxied, delayed = (_round_trip(bench.postgresql, each) for each in (direct, wire))
-        race(entries, bench.rounds(25), 2 * bench.seconds, wire.through)
-    told = (
-        f"A proxy delays each round trip. `SELECT 1` by psycopg took {_round_trip(bench.postgresql) * 1e6:,.0f} µs "
-        f"directly, {proxied * 1e6:,.0f} µs through the proxy, {delayed * 1e6:,.0f} µs with the delay (medians)."
+def _side_by_side(races: Iterable[list[Entry]]) -> list[list[str]]:
+    """A row for each contender, with a cell for each race: its ratio to the first one there, and its read model."""
+    return [
+        [row[0].contender.name, *(f"{e.ratios(race[0])}, {e.totals()}" for e, race in zip(row, races, strict=True))]
+        for row in zip(*races, strict=True)
+    ]
+
+
+def distance(bench: Bench) -> Section:
+    """The same race with a network in between, on PostgreSQL and on MariaDB."""
+    section = Section(
+        "distance",
+        "With a network in between",
+        "A proxy delays each round trip. Rates are divided by that of `no dedup, ORM` at the same delay. `duplicate`: "
+        "each message was applied before.",
     )
-    plot = _bars("latency", "With 0.5 ms added to each round trip", entries, entries[0], logarithmic=True)
-    plot.marks = {}
-    table = standings(entries, entries[0])
-    return Section("latency", "With 0.5 ms of latency", told, [table], [plot], rounds_of(entries))
+    for server in filter(None, (bench.postgresql, bench.mariadb)):
+        everybody = {**who.on_engine(server.engine), _DUPLICATE: orm.Deliver(_DUPLICATE)}
+        entries: dict[float, list[Entry]] = {}
+        took = [_round_trip(server)]
+        for delay in _DELAYS:
+            entries[delay] = [
+                enter(server, everybody[name], f"{delay}-", redelivered=float(name == _DUPLICATE))
+                for name in _DELAYED
+                if name in everybody
+            ]
+            with Wire(server.url, delay) as wire:
+                took.append(_round_trip(server, wire))
+                race(entries[delay], bench.rounds(25), 4 * bench.seconds, wire.through)
+            section.rounds |= rounds_of(entries[delay], f", {server.engine}, {_milliseconds(delay)}")
+        columns = ["contender", *map(_milliseconds, _DELAYS)]
+        section.tables.append(Table(columns, _side_by_side(entries.values()), server.version))
+        direct, *delayed = (f"{seconds * 1e6:,.0f} µs" for seconds in took)
+        name = server.version.split()[0]
+        section.text += f" `SELECT 1` on {name} took {direct} directly, {' and '.join(delayed)} with the delays."
+    return section
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:g} ms"
 
 
 def _round_trip(server: Server, wire: Wire | None = None) -> float:
