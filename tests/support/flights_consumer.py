@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import inspect
 import json
 import os
 import sys
@@ -93,7 +94,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {"nats": {"in_flight": 4, "ack_wait": 10
 
 def run(consumer: Any) -> None:
     """Run a consumer in this thread."""
-    if asyncio.iscoroutinefunction(consumer.run):
+    if inspect.iscoroutinefunction(consumer.run):
         asyncio.run(consumer.run())
     else:
         consumer.run()
