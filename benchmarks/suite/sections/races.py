@@ -22,10 +22,7 @@ _REDELIVERED = (
     who.ON_CONFLICT, who.CTE, who.SET_BASED, who.PROTEAN, who.EVENTSOURCING,
 )  # fmt: skip
 _DUPLICATE = "deliver, duplicate"
-_DELAYED = (
-    who.BASE, who.DEFAULT, _DUPLICATE, who.READ_MODELS, who.BATCH_100, who.ROWS_ONCE, who.SELECT_INSERT,
-    who.ON_CONFLICT, who.PROTEAN,
-)  # fmt: skip
+_DELAYED = (who.BASE, who.DEFAULT, _DUPLICATE, who.BATCH_100, who.SELECT_INSERT, who.ON_CONFLICT, who.PROTEAN)
 ON_ENGINES = (who.BASE, who.DEFAULT, who.BATCH_100, who.BATCH_1000, who.ROWS_ONCE, who.SELECT_INSERT)
 
 
@@ -100,8 +97,8 @@ def distance(bench: Bench) -> Section:
     section = Section(
         "distance",
         "With a network in between",
-        "A proxy delays each round trip. Rates are divided by that of `no dedup, ORM` at the same delay. `duplicate`: "
-        "each message was applied before.",
+        f"A proxy delays each round trip. Rates are divided by that of `{who.BASE}`. `duplicate`: each message was "
+        "applied before. `SELECT 1` took, directly and with the delays,",
     )
     for server in filter(None, (bench.postgresql, bench.mariadb)):
         everybody = {**who.on_engine(server.engine), _DUPLICATE: orm.Deliver(_DUPLICATE)}
@@ -119,9 +116,10 @@ def distance(bench: Bench) -> Section:
             section.rounds |= rounds_of(entries[delay], f", {server.engine}, {_milliseconds(delay)}")
         columns = ["contender", *map(_milliseconds, _DELAYS)]
         section.tables.append(Table(columns, _side_by_side(entries.values()), server.version))
-        direct, *delayed = (f"{seconds * 1e6:,.0f} µs" for seconds in took)
-        name = server.version.split()[0]
-        section.text += f" `SELECT 1` on {name} took {direct} directly, {' and '.join(delayed)} with the delays."
+        *first, last = (f"{seconds * 1e6:,.0f}" for seconds in took)
+        comma = "," if len(section.tables) > 1 else ""
+        section.text += f"{comma} {', '.join(first)} and {last} µs on {server.version.split()[0]}"
+    section.text += "."
     return section
 
 
