@@ -101,8 +101,9 @@ class MariaDB(Dialect):
             *COMMANDS,
             # The implicit commits (MariaDB documentation, "SQL statements that cause an implicit commit")
             r"(?:CREATE|DROP)(?!\s+(?:OR\s+REPLACE\s+)?TEMPORARY\s+TABLE\b)",
-            r"ALTER|TRUNCATE|RENAME|GRANT|REVOKE|FLUSH|RESET|OPTIMIZE|REPAIR|INSTALL|UNINSTALL|BACKUP|SHUTDOWN|XA",
-            r"(?:ANALYZE|CHECK)\s+(?:\w+\s+)?TABLES?|(?:CACHE|LOAD)\s+INDEX|(?:UN)?LOCK\s+TABLES?|CHANGE\s+MASTER",
+            r"ALTER|TRUNCATE|RENAME|GRANT|REVOKE|FLUSH|RESET|OPTIMIZE|REPAIR|INSTALL|UNINSTALL|BACKUP|SHUTDOWN|XA|CLONE",
+            r"(?:ANALYZE|CHECK)\s+(?:\w+\s+)?TABLES?|(?:CACHE|LOAD)\s+INDEX|(?:UN)?LOCK\s+TABLES?",
+            r"CHANGE\s+(?:MASTER|REPLICATION)|IMPORT\s+TABLE",
             r"(?:START|STOP)\s+(?:ALL\s+)?(?:SLAVES?|REPLICA)",
             r"SET\b[^;]*?(?:(?<![@\w])|@@(?:\w+\.)?)(?:autocommit|PASSWORD|DEFAULT\s+ROLE)",
         ),
@@ -569,10 +570,10 @@ def switching(dialect: EngineDialect) -> Callable[[Any, Any, object], None]:
                 return
             server = _asked(dialect, dbapi_connection, record.driver_connection)
         snapshots, level, wait = settings = server.settings_for(wanted)
-        overruled = wanted.heard and wanted.level and level != server.found.level
+        overruled = wanted.heard and ((wanted.level and level != server.found.level) or wanted.wait)
         if settings != server.now or overruled:
             values = {SETTING: snapshots, server.level_variable: level and f"'{level.replace(' ', '-')}'"}
-            if wait != server.now.wait:
+            if wait != server.now.wait or wanted.wait:
                 values[_WAIT] = wait
             assigned = [f"SESSION {name} = {value}" for name, value in values.items() if value is not None]
             ask(dialect, dbapi_connection, f"SET {', '.join(assigned)}")
@@ -610,39 +611,49 @@ def _is_dependable(version: str) -> bool:
 
 # Tables --------------------------------------------------------------------------------------------------------------
 #
-# Each table is looked at once per physical connection, since another connection may lead to another server; and once in
-# each unit of work if a listener may have chosen another database (docs/adr/0008-mariadb-and-galera.md). SHOW CREATE
-# TABLE is used because a query of information_schema would take the transaction's snapshot on MySQL.
+# The catalogue is asked once per table and physical connection, since another connection may lead to another server;
+# and once per unit of work if a listener may have chosen another database (docs/adr/0008-mariadb-and-galera.md).
 
-_NOT_SHOWN = {1049, 1142, 1146, 1356}  # unknown database, no privilege, unknown table, a view of unknown tables
-_STORAGE = re.compile(r"^\)(?: /\*.*?\*/)? ENGINE=(\w+)", re.MULTILINE)  # MySQL puts a tablespace before it
-_UNIQUE_KEY = re.compile(
-    r"^ *(?:PRIMARY|UNIQUE) KEY\b.*\((?:.message_id.,.handler.|.handler.,.message_id.)\)", re.MULTILINE
+_QUERY = text(
+    """
+    SELECT e.engine, e.transactions = 'YES' AS has_transactions, EXISTS (
+        SELECT 1 FROM information_schema.statistics s
+        WHERE s.table_schema = coalesce(:schema, database()) AND s.table_name = :name AND s.non_unique = 0
+        GROUP BY s.index_name
+        HAVING count(*) = 2 AND sum(s.column_name IN ('message_id', 'handler') AND s.sub_part IS NULL) = 2
+    ) AS is_unique
+    FROM information_schema.tables t JOIN information_schema.engines e ON e.engine = t.engine
+    WHERE t.table_schema = coalesce(:schema, database()) AND t.table_name = :name
+    """
 )
-_TRANSACTIONS = text("SELECT transactions = 'YES' FROM information_schema.engines WHERE engine = :engine")
+_NOT_SHOWN = {1049, 1142, 1146, 1356}  # unknown database, no privilege, unknown table, a view of unknown tables
+_IN_INNODB = re.compile(r"^\)(?: /\*.*?\*/)? ENGINE=InnoDB\b", re.MULTILINE)  # a tablespace comes before it
+_OUR_KEY = re.compile(r"^ *PRIMARY KEY \(([`\"])message_id\1,\1handler\1\),?$", re.MULTILINE)
 
 
 def refuse_unfit(connection: Connection, table: Table, *, marker: bool) -> None:
     """Raise ``UnsafeSessionError`` for a table without transactions.
 
     With ``marker``, also raise ``MissingTableError`` if a plain INSERT could insert the same marker twice. The function
-    ignores a missing table, because the next statement fails anyway, and a view or a temporary table.
+    ignores a missing table and a view, because the next statement fails anyway.
     """
     known = info_of(connection).setdefault(TABLES, set())  # schema, name, whether as a marker table
     place = connection.schema_for_object(table), table.name, marker
     if place in known:
         return
-    definition = _definition(connection, table)
-    if not definition.startswith("CREATE TABLE "):
+    if MariaDB.is_mysql(connection.dialect) and _is_plainly_fit(connection, table, marker=marker):
+        known.add(place)
+        return
+    found = Connection.execute(connection, _QUERY, {"schema": place[0], "name": place[1]}).first()
+    if found is None:
         return
     name = ".".join(part for part in place[:2] if part)
-    (storage,) = _STORAGE.findall(definition)
-    if storage != "InnoDB" and not Connection.scalar(connection, _TRANSACTIONS, {"engine": storage}):
+    if not found.has_transactions:
         raise UnsafeSessionError(
-            f"the table {name} has the storage engine {storage}, which has no transactions, so its changes would "
+            f"the table {name} has the storage engine {found.engine}, which has no transactions, so its changes would "
             f"stay after a rollback of the marker; run ALTER TABLE {name} ENGINE=InnoDB"
         )
-    if marker and not _UNIQUE_KEY.search(definition):
+    if marker and not found.is_unique:
         raise MissingTableError(
             f"the table {name} has no unique index over (message_id, handler) alone, so a duplicate would be applied; "
             "`idempotency check` prints what is wrong"
@@ -650,17 +661,21 @@ def refuse_unfit(connection: Connection, table: Table, *, marker: bool) -> None:
     known.add(place)
 
 
-def _definition(connection: Connection, table: Table) -> str:
-    """Return the SQL that would create the table, or "" if the server does not show it."""
+def _is_plainly_fit(connection: Connection, table: Table, *, marker: bool) -> bool:
+    """True if SHOW CREATE TABLE proves that the table is fit.
+
+    On MySQL this statement takes no snapshot. A query of information_schema does, so it is asked only in doubt.
+    """
     quote = connection.dialect.identifier_preparer.quote
     place = connection.schema_for_object(table), table.name
-    show = f"SHOW CREATE TABLE {'.'.join(quote(part) for part in place if part)}"
-    if not MariaDB.is_mysql(connection.dialect):
-        show = f"SET STATEMENT sql_mode = '' FOR {show}"  # some modes hide the storage engine
     try:
-        shown: str = Connection.exec_driver_sql(connection, show).one()[1]
+        shown = Connection.exec_driver_sql(
+            connection, f"SHOW CREATE TABLE {'.'.join(quote(part) for part in place if part)}"
+        )
     except DBAPIError as error:
         if _number(error) not in _NOT_SHOWN:
             raise
-        return ""
-    return shown
+        return False
+    definition = shown.one()[1]
+    in_innodb = definition.startswith("CREATE TABLE ") and _IN_INNODB.search(definition)
+    return bool(in_innodb and (not marker or _OUR_KEY.search(definition)))

@@ -261,6 +261,8 @@ def test_a_trigger_that_refuses_is_heard(usual: Harness) -> None:
         "ALTER TABLE processed_message MODIFY message_id VARBINARY(3) NOT NULL",
         "ALTER TABLE processed_message DROP PRIMARY KEY",
         "ALTER TABLE processed_message DROP PRIMARY KEY, ADD UNIQUE (message_id(100), handler(100))",
+        "ALTER TABLE processed_message DROP PRIMARY KEY, ADD UNIQUE (message_id, handler, processed_at) "
+        "COMMENT '(`message_id`,`handler`)'",
     ],
 )
 def test_a_table_that_is_not_ours_is_named(usual: Harness, change: str) -> None:

@@ -95,6 +95,27 @@ def test_claim_timeout_is_the_limit_of_the_transaction_and_of_nobody_else(harnes
     assert found == [8, before, 3]
 
 
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
+def test_claim_timeout_overrules_a_listener(mysql: Database, driver: Driver) -> None:
+    """One that sets the limit whenever a connection is taken, attached before the first delivery."""
+    found: list[Any] = []
+
+    def sets(dbapi_connection: Any, *_: object) -> None:
+        with dbapi_connection.cursor() as cursor:
+            cursor.execute("SET SESSION innodb_lock_wait_timeout = 12")
+
+    def body(happened: Added, session: Session) -> None:
+        found.append(session.scalar(text(WAIT)))
+        add(happened, session)
+
+    with ready(Subject(mysql.url(driver.drivername))) as harness:
+        event.listen(harness.engine, "checkout", sets)
+        dispatcher = harness.dispatcher(harness.handler(body), claim_timeout=2)
+        for number in range(4):
+            harness.deliver(dispatcher, message_id=f"m{number}")
+    assert found == [2] * 4
+
+
 # Rows that others hold -----------------------------------------------------------------------------------------------
 
 
@@ -171,14 +192,65 @@ def test_a_table_may_be_anywhere(harness: Harness) -> None:
         run(harness, "DROP TABLE processed_message", f"DROP TABLESPACE {name}")
 
 
+INSTEAD = "DROP PRIMARY KEY, ADD UNIQUE"
+
+
 @pytest.mark.parametrize("driver", [USUAL], ids=str)
-@pytest.mark.parametrize("change", ["DROP PRIMARY KEY", "DROP PRIMARY KEY, ADD UNIQUE (message_id(100), handler(100))"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DROP PRIMARY KEY",
+        f"{INSTEAD} (message_id(100), handler(100))",
+        f"{INSTEAD} (message_id, handler, processed_at) COMMENT '(`message_id`,`handler`)'",
+        f"{INSTEAD} `PRIMARY KEY (``message_id``,``handler``)` (message_id, handler, processed_at)",
+    ],
+)
 def test_a_marker_table_without_its_index_is_refused(harness: Harness, change: str) -> None:
     """A plain INSERT would insert the same marker twice."""
     run(harness, f"ALTER TABLE processed_message {change}")
     with pytest.raises(MissingTableError, match="idempotency check"):
         harness.deliver(harness.dispatcher())
     assert harness.totals() == {}
+
+
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
+@pytest.mark.parametrize("columns", ["handler, message_id", "message_id, handler DESC", "MESSAGE_ID, handler"])
+def test_another_unique_index_is_one(harness: Harness, columns: str) -> None:
+    """In another order or direction."""
+    run(harness, f"ALTER TABLE processed_message {INSTEAD} ({columns})")
+    assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
+    assert harness.deliver(harness.dispatcher()).outcome is Outcome.DUPLICATE
+
+
+@usual_ways
+@pytest.mark.parametrize("settings", [{"sql_mode": "'ANSI'"}, {"sql_quote_show_create": "0"}], ids=str)
+def test_a_session_that_shows_tables_otherwise(mysql: Database, driver: Driver, settings: dict[str, str]) -> None:
+    """Without the storage engine, in this mode, or without quotes."""
+    with ready(on_session(mysql, driver, **settings)) as harness:
+        assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
+        assert harness.deliver(harness.dispatcher()).outcome is Outcome.DUPLICATE
+
+
+@pytest.mark.parametrize("driver", [USUAL], ids=str)
+def test_who_may_not_see_a_table_is_told_all_the_same(harness: Harness) -> None:
+    """A user with privileges for columns only is refused a marker table without its index."""
+    database, name = harness.subject.url.database, f"few_{harness.subject.url.database}"
+    few, columns = f"{name}@'127.0.0.1', {name}@localhost", "message_id, handler, processed_at, occurred_at, digest"
+    run(
+        harness,
+        f"CREATE USER IF NOT EXISTS {few}",
+        f"GRANT SELECT ({columns}), INSERT ({columns}) ON {database}.processed_message TO {few}",
+        f"GRANT SELECT ON {database}.processed_message_state TO {few}",
+        f"GRANT ALL ON {database}.contract_total TO {few}",
+    )
+    theirs = Subject(harness.subject.url.set(username=name))
+    with Harness(theirs) as hers:
+        assert hers.deliver(hers.dispatcher()).outcome is Outcome.APPLIED
+        assert hers.deliver(hers.dispatcher()).outcome is Outcome.DUPLICATE
+        run(harness, "ALTER TABLE processed_message DROP PRIMARY KEY")
+    with Harness(theirs) as hers, pytest.raises(MissingTableError):
+        hers.deliver(hers.dispatcher())
+    assert harness.totals() == {"a": 1}
 
 
 @pytest.mark.parametrize("driver", [USUAL], ids=str)
@@ -251,12 +323,12 @@ def test_the_meaning_of_an_error(
 @each_way
 def test_caching_sha2_password(mysql: Database, driver: Driver) -> None:
     """The default since MySQL 8, with a password, on a connection that is not encrypted by any setting of ours."""
+    name = f"of_{mysql.url().database}"
     with ready(Subject(mysql.url())) as admin:
-        run(admin, "DROP USER IF EXISTS shop@'127.0.0.1', shop@localhost")
         for host in ("127.0.0.1", "localhost"):
-            created = f"CREATE USER shop@'{host}' IDENTIFIED WITH caching_sha2_password BY 'a secret'"
-            run(admin, created, f"GRANT ALL ON {mysql.url().database}.* TO shop@'{host}'")
-    url = mysql.url(driver.drivername).set(username="shop", password="a secret")
+            created = f"CREATE USER IF NOT EXISTS {name}@'{host}' IDENTIFIED WITH caching_sha2_password BY 'a secret'"
+            run(admin, created, f"GRANT ALL ON {mysql.url().database}.* TO {name}@'{host}'")
+    url = mysql.url(driver.drivername).set(username=name, password="a secret")
     with Harness(Subject(url)) as harness:
         assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
         assert harness.deliver(harness.dispatcher()).outcome is Outcome.DUPLICATE
