@@ -16,6 +16,7 @@ from .dialect import (
     dialect_of,
     failure_of,
     is_as_strict,
+    quoted_name,
     register,
     sqlstate_of,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "marker_exists",
     "may_move",
     "parts",
+    "quoted_name",
     "register",
     "sqlstate_of",
 ]

@@ -38,6 +38,12 @@ def chosen_level(source: Engine | Connection) -> str | None:
     return level
 
 
+def quoted_name(connection: Connection, table: Table) -> str:
+    """Return the table's name with its schema, quoted, after the ``schema_translate_map`` of ``connection``."""
+    quote, schema = connection.dialect.identifier_preparer.quote, connection.schema_for_object(table)
+    return ".".join(quote(part) for part in (schema, table.name) if part)
+
+
 # The meaning of errors, and the status of a transaction --------------------------------------------------------------
 
 

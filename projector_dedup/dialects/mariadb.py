@@ -29,7 +29,7 @@ from ..message import DIGEST_BYTES, MAX_HANDLER_BYTES, MAX_MESSAGE_ID_BYTES
 from ..transaction_text import COMMANDS, LOCKS, Grammar
 from .claims import Parameters, handler_parameters, inserting
 from .columns import in_utc, utc_now
-from .dialect import Dialect, Failure, Snapshot, Status, is_as_strict
+from .dialect import Dialect, Failure, Snapshot, Status, is_as_strict, quoted_name
 from .listeners import TABLES, are_of_others, ask, info_of, listen_once
 
 # The meaning of errors, by number (MariaDB's "Error Code Reference", MySQL's "Server Error Message Reference") -------
@@ -505,10 +505,10 @@ class Wanted(NamedTuple):
     level: bool  #: a level under which no update is lost; else it is the user's, who has chosen one or needs none
     locking: str | None  #: the level that is enough where what changes is read under lock
     heard: bool  #: others listen for connections that are taken from the pool, and may change them too
-    wait: str | None = None  #: the longest wait for a lock, in whole seconds; None for that of the server
+    wait: str | None  #: the longest wait for a lock, in whole seconds; None for that of the server
 
 
-_NOTHING = Wanted(snapshots=False, level=False, locking=None, heard=False)
+_NOTHING = Wanted(snapshots=False, level=False, locking=None, heard=False, wait=None)
 _wanted: ContextVar[Wanted] = ContextVar("projector_dedup_wanted", default=_NOTHING)
 
 
@@ -666,12 +666,8 @@ def _is_plainly_fit(connection: Connection, table: Table, *, marker: bool) -> bo
 
     On MySQL this statement takes no snapshot. A query of information_schema does, so it is asked only in doubt.
     """
-    quote = connection.dialect.identifier_preparer.quote
-    place = connection.schema_for_object(table), table.name
     try:
-        shown = Connection.exec_driver_sql(
-            connection, f"SHOW CREATE TABLE {'.'.join(quote(part) for part in place if part)}"
-        )
+        shown = Connection.exec_driver_sql(connection, f"SHOW CREATE TABLE {quoted_name(connection, table)}")
     except DBAPIError as error:
         if _number(error) not in _NOT_SHOWN:
             raise

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Table, text
 from sqlalchemy.engine import Connection
 
-from ..dialects import MariaDB, PostgreSQL, SQLite, dialect_of
+from ..dialects import MariaDB, PostgreSQL, SQLite, dialect_of, quoted_name
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def server_findings(connection: Connection, marker: Table) -> Iterator[Finding]:
     """Yield findings about the settings of the server and of the marker table."""
     dialect = dialect_of(connection)
     if isinstance(dialect, PostgreSQL):
-        name = regclass(connection, marker)
+        name = quoted_name(connection, marker)
         unlogged = text("SELECT relpersistence = 'u' FROM pg_class WHERE oid = to_regclass(:name)")
         if connection.scalar(unlogged, {"name": name}):
             yield Finding(
@@ -54,9 +54,3 @@ def server_findings(connection: Connection, marker: Table) -> Iterator[Finding]:
                 "not another",
                 "put the markers into the file of the read model: make_tables(metadata, schema=...)",
             )
-
-
-def regclass(connection: Connection, table: Table) -> str:
-    """Return the table's name, quoted, as the server's functions take it."""
-    quote, schema = connection.dialect.identifier_preparer.quote, connection.schema_for_object(table)
-    return ".".join(quote(part) for part in (schema, table.name) if part)

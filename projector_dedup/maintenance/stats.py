@@ -8,14 +8,13 @@ from datetime import datetime, timedelta
 from sqlalchemy import Table, func, select, text
 from sqlalchemy.engine import Connection, Engine
 
-from ..dialects import MariaDB, PostgreSQL, dialect_of
+from ..dialects import MariaDB, PostgreSQL, dialect_of, quoted_name
 from ..dialects.columns import utc_now
 from ..effects import EffectTables
 from ..late import MARGIN, in_utc
 from ..tables import DedupTables, default_tables
 from .databases import database_of
 from .effects import OVERDUE, count, is_overdue, is_unknown, needs_person
-from .findings import regclass
 from .running import connected_to
 from .state import DEFAULT_RETENTION_HOURS, State, state_of
 
@@ -112,7 +111,7 @@ def _estimated_rows(connection: Connection, table: Table) -> int | None:
     dialect = dialect_of(connection)
     if isinstance(dialect, PostgreSQL):  # as of the last VACUUM or ANALYZE; -1 if there was none
         asked = text("SELECT nullif(reltuples, -1) FROM pg_class WHERE oid = to_regclass(:name)")
-        found = connection.scalar(asked, {"name": regclass(connection, table)})
+        found = connection.scalar(asked, {"name": quoted_name(connection, table)})
     elif isinstance(dialect, MariaDB):
         place = "table_schema = coalesce(:schema, database()) AND table_name = :name"
         asked = text(f"SELECT table_rows FROM information_schema.tables WHERE {place}")  # noqa: S608  # no value

@@ -98,8 +98,9 @@ def distance(bench: Bench) -> Section:
         "distance",
         "With a network in between",
         f"A proxy delays each round trip. Rates are divided by that of `{who.BASE}`. `duplicate`: each message was "
-        "applied before. `SELECT 1` took, directly and with the delays,",
+        "applied before. `SELECT 1` took, directly and with the delays, ",
     )
+    told: list[str] = []
     for server in filter(None, (bench.postgresql, bench.mariadb)):
         everybody = {**who.on_engine(server.engine), _DUPLICATE: orm.Deliver(_DUPLICATE)}
         entries: dict[float, list[Entry]] = {}
@@ -117,9 +118,8 @@ def distance(bench: Bench) -> Section:
         columns = ["contender", *map(_milliseconds, _DELAYS)]
         section.tables.append(Table(columns, _side_by_side(entries.values()), server.version))
         *first, last = (f"{seconds * 1e6:,.0f}" for seconds in took)
-        comma = "," if len(section.tables) > 1 else ""
-        section.text += f"{comma} {', '.join(first)} and {last} µs on {server.version.split()[0]}"
-    section.text += "."
+        told.append(f"{', '.join(first)} and {last} µs on {server.version.split()[0]}")
+    section.text += f"{', '.join(told)}."
     return section
 
 
