@@ -47,7 +47,7 @@ def test_the_errors_of_a_database(request: pytest.FixtureRequest, driver: Driver
     database: Database = request.getfixturevalue(driver.engine)
     url, wrong = database.url(driver.drivername), []
     make_provoked(database.url())
-    for error in PROVOKED[driver.engine]:
+    for error in PROVOKED["mysql" if database.is_mysql else driver.engine]:
         with held(database.url(), error), pytest.raises(DBAPIError) as info:
             _raise(url, driver, error)
         raised = info.value

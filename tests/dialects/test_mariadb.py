@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -18,8 +17,9 @@ from sqlalchemy import Engine, create_engine, delete, event, func, insert, liter
 from sqlalchemy.orm import Session, sessionmaker
 
 from contract import LOOK_ALIKES, ClaimContract, ConcurrencyContract, OnceContract
-from databases import DRIVERS, USUAL_DRIVERS, Database, Driver, mariadb_connection
+from databases import DRIVERS, USUAL_DRIVERS, Database, Driver
 from kit import PATIENCE, Added, Broken, Gate, Harness, Held, Subject, Total, add
+from on_mariadb import run, subject
 from projector_dedup import Dispatcher, Message, Outcome, on, projector
 from projector_dedup.errors import InProgress, MissingTableError, RefusedError, UnsafeSessionError
 from projector_dedup.maintenance.check import check
@@ -61,25 +61,6 @@ ESCAPED = ("no backslash escapes, latin1", "gbk")
 """What a driver that writes values into the text itself may get wrong."""
 
 
-def subject(
-    mariadb: Database,
-    driver: Driver,
-    *,
-    collation: str | None = None,
-    charset: str | None = None,
-    isolation: str | None = None,
-    **session: Any,
-) -> Subject:
-    """The database through a driver, with its own collation, and a connection and a session of another kind."""
-    if collation:
-        with closing(mariadb_connection(mariadb.url())) as admin, admin.cursor() as cursor:
-            cursor.execute(f"ALTER DATABASE COLLATE {collation}")
-    url = mariadb.url(driver.drivername).update_query_dict({"charset": charset} if charset else {})
-    assignments = ", ".join(f"SESSION {name} = {value!r}" for name, value in session.items() if value is not None)
-    arguments = {"connect_args": {"init_command": f"SET {assignments}"}} if assignments else {}
-    return Subject(url, dispatcher_isolation=isolation, engine_arguments=arguments)
-
-
 @pytest.fixture(name="harness", params=MARIADB, ids=str)
 def harness_fixture(request: pytest.FixtureRequest, mariadb: Database) -> Iterator[Harness]:
     """The contract's tables, through each driver."""
@@ -92,12 +73,6 @@ def usual(mariadb: Database) -> Iterator[Harness]:
     """The same, for what the server does whichever driver asks."""
     with ready(subject(mariadb, USUAL)) as harness:
         yield harness
-
-
-def run(harness: Harness, *statements: str) -> None:
-    """Each in a transaction of its own."""
-    for statement in statements:
-        harness.transact(lambda session, statement=statement: session.execute(text(statement)))  # type: ignore[misc]
 
 
 # I7 ------------------------------------------------------------------------------------------------------------------

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, event, text
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from contract import LOOK_ALIKES
-from databases import USUAL_DRIVERS, Database, Driver, each_driver
+from databases import USUAL_DRIVERS, Database, Driver, each_driver, mariadb_connection
 from kit import Added, Gate, Harness, Held, Subject, Total, add
+from on_mariadb import run, subject
 from projector_dedup import Outcome
-from projector_dedup.dialects import Failure, failure_of
 from projector_dedup.errors import InProgress, MissingTableError, UnsafeSessionError
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import cleanup
@@ -43,17 +42,13 @@ def harness_fixture(mysql: Database, driver: Driver) -> Iterator[Harness]:
         yield harness
 
 
-def on_session(mysql: Database, driver: Driver, **settings: str) -> Subject:
-    """The database through a driver, on connections with these settings."""
-    assigned = ", ".join(f"SESSION {name} = {value}" for name, value in settings.items())
-    arguments = {"connect_args": {"init_command": f"SET {assigned}"}}
-    return Subject(mysql.url(driver.drivername), engine_arguments=arguments)
-
-
-def run(harness: Harness, *statements: str) -> None:
-    """Each in a transaction of its own."""
-    for statement in statements:
-        harness.transact(lambda session, statement=statement: session.connection().exec_driver_sql(statement))  # type: ignore[misc]
+@pytest.fixture
+def user(mysql: Database) -> Iterator[str]:
+    """The name of a user, who is dropped in the end; the test creates him for both names of this machine."""
+    name = f"of_{mysql.url().database}"
+    yield name
+    with mariadb_connection(mysql.url()) as admin, admin.cursor() as cursor:
+        cursor.execute(f"DROP USER IF EXISTS {name}@'127.0.0.1', {name}@localhost")
 
 
 # claim_timeout -------------------------------------------------------------------------------------------------------
@@ -154,9 +149,7 @@ def test_cleanup_waits_for_nobody(harness: Harness) -> None:
 @usual_ways
 def test_ids_compare_byte_for_byte(mysql: Database, driver: Driver, collation: str) -> None:
     """Whatever the database's collation says of a and A, of accents and of trailing spaces."""
-    assert mysql.url().database
-    with ready(Subject(mysql.url(driver.drivername))) as harness:
-        harness.transact(lambda session: session.execute(text(f"ALTER DATABASE COLLATE {collation}")))
+    with ready(subject(mysql, driver, collation=collation)) as harness:
         for new in (True, False):
             found = harness.transact(lambda session: [claim(session, each, "h") for each in LOOK_ALIKES])
             assert found == [new] * len(LOOK_ALIKES)
@@ -166,7 +159,7 @@ def test_ids_compare_byte_for_byte(mysql: Database, driver: Driver, collation: s
 @usual_ways
 def test_our_tables_have_primary_keys_of_their_own(mysql: Database, driver: Driver, setting: str) -> None:
     """A server that adds an invisible key, or refuses a table without one, takes them as they are."""
-    with ready(on_session(mysql, driver, **{setting: "ON"})) as harness:
+    with ready(subject(mysql, driver, **{setting: "ON"})) as harness:
         assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
         assert harness.deliver(harness.dispatcher()).outcome is Outcome.DUPLICATE
         engine = create_engine(harness.subject.url.set(drivername="mysql+pymysql"))
@@ -223,27 +216,27 @@ def test_another_unique_index_is_one(harness: Harness, columns: str) -> None:
 
 
 @usual_ways
-@pytest.mark.parametrize("settings", [{"sql_mode": "'ANSI'"}, {"sql_quote_show_create": "0"}], ids=str)
-def test_a_session_that_shows_tables_otherwise(mysql: Database, driver: Driver, settings: dict[str, str]) -> None:
+@pytest.mark.parametrize("settings", [{"sql_mode": "ANSI"}, {"sql_quote_show_create": 0}], ids=str)
+def test_a_session_that_shows_tables_otherwise(mysql: Database, driver: Driver, settings: dict[str, Any]) -> None:
     """Without the storage engine, in this mode, or without quotes."""
-    with ready(on_session(mysql, driver, **settings)) as harness:
+    with ready(subject(mysql, driver, **settings)) as harness:
         assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
         assert harness.deliver(harness.dispatcher()).outcome is Outcome.DUPLICATE
 
 
 @pytest.mark.parametrize("driver", [USUAL], ids=str)
-def test_who_may_not_see_a_table_is_told_all_the_same(harness: Harness) -> None:
+def test_who_may_not_see_a_table_is_told_all_the_same(harness: Harness, user: str) -> None:
     """A user with privileges for columns only is refused a marker table without its index."""
-    database, name = harness.subject.url.database, f"few_{harness.subject.url.database}"
-    few, columns = f"{name}@'127.0.0.1', {name}@localhost", "message_id, handler, processed_at, occurred_at, digest"
+    database, few = harness.subject.url.database, f"{user}@'127.0.0.1', {user}@localhost"
+    columns = "message_id, handler, processed_at, occurred_at, digest"
     run(
         harness,
-        f"CREATE USER IF NOT EXISTS {few}",
+        f"CREATE USER {few}",
         f"GRANT SELECT ({columns}), INSERT ({columns}) ON {database}.processed_message TO {few}",
         f"GRANT SELECT ON {database}.processed_message_state TO {few}",
         f"GRANT ALL ON {database}.contract_total TO {few}",
     )
-    theirs = Subject(harness.subject.url.set(username=name))
+    theirs = Subject(harness.subject.url.set(username=user))
     with Harness(theirs) as hers:
         assert hers.deliver(hers.dispatcher()).outcome is Outcome.APPLIED
         assert hers.deliver(hers.dispatcher()).outcome is Outcome.DUPLICATE
@@ -274,61 +267,17 @@ def test_check_says_what_a_user_of_mysql_can_do(harness: Harness) -> None:
     assert "MariaDB" not in remedies[0]
 
 
-# Errors --------------------------------------------------------------------------------------------------------------
-
-
-def _times_out(session: Session) -> None:
-    session.execute(text("SELECT /*+ MAX_EXECUTION_TIME(1) */ count(*) FROM information_schema.columns a, "
-                         "information_schema.columns b"))  # fmt: skip
-
-
-def _violates_a_check(session: Session) -> None:
-    session.execute(text("CREATE TABLE checked (n INT CHECK (n > 0))"))
-    session.execute(text("INSERT INTO checked VALUES (-1)"))
-
-
-def _signals(number: int) -> Callable[[Session], None]:
-    def raises(session: Session) -> None:
-        # A prepared statement takes no SIGNAL, and text() none with a colon: the handler of a routine raises it.
-        session.execute(text("DROP PROCEDURE IF EXISTS raises"))
-        session.execute(text(f"CREATE PROCEDURE raises() SIGNAL SQLSTATE 'HY000' SET MYSQL_ERRNO = {number}"))
-        session.execute(text("CALL raises()"))
-
-    return raises
-
-
-@pytest.mark.parametrize(
-    ("number", "means", "provoke"),
-    [
-        (3024, Failure.LATER, _times_out),
-        (3819, Failure.PERMANENT, _violates_a_check),
-        *((number, Failure.TRANSIENT, _signals(number)) for number in (3032, 3058, 3101, 3168, 3169)),
-    ],
-)
-@usual_ways
-def test_the_meaning_of_an_error(
-    harness: Harness, number: int, means: Failure, provoke: Callable[[Session], None]
-) -> None:
-    """By its number. Those of the last kind are raised by SQL: a server that goes offline, say."""
-    with pytest.raises(DBAPIError) as raised:
-        harness.transact(provoke)
-    assert raised.value.orig is not None
-    assert raised.value.orig.args[0] == number
-    assert failure_of(raised.value) is means
-
-
 # Logging in ----------------------------------------------------------------------------------------------------------
 
 
 @each_way
-def test_caching_sha2_password(mysql: Database, driver: Driver) -> None:
+def test_caching_sha2_password(mysql: Database, driver: Driver, user: str) -> None:
     """The default since MySQL 8, with a password, on a connection that is not encrypted by any setting of ours."""
-    name = f"of_{mysql.url().database}"
     with ready(Subject(mysql.url())) as admin:
         for host in ("127.0.0.1", "localhost"):
-            created = f"CREATE USER IF NOT EXISTS {name}@'{host}' IDENTIFIED WITH caching_sha2_password BY 'a secret'"
-            run(admin, created, f"GRANT ALL ON {mysql.url().database}.* TO {name}@'{host}'")
-    url = mysql.url(driver.drivername).set(username=name, password="a secret")
+            created = f"CREATE USER {user}@'{host}' IDENTIFIED WITH caching_sha2_password BY 'a secret'"
+            run(admin, created, f"GRANT ALL ON {mysql.url().database}.* TO {user}@'{host}'")
+    url = mysql.url(driver.drivername).set(username=user, password="a secret")
     with Harness(Subject(url)) as harness:
         assert harness.deliver(harness.dispatcher()).outcome is Outcome.APPLIED
         assert harness.deliver(harness.dispatcher()).outcome is Outcome.DUPLICATE

@@ -42,6 +42,7 @@ ROW = r"^- {}\b.*$"
 TESTS = (
     "core/test_contract.py::TestDefault",
     "core/test_do_no_harm.py",
+    "core/test_verdicts_provoked.py::test_the_errors_of_a_database",
     "dialects/test_mysql.py",
     "maintenance/test_cleanup.py",
     "commands",

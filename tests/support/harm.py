@@ -259,11 +259,6 @@ class Scene:
     runs: int = 0  #: of the message of that account
     before: Callable[[Session], object] = field(default=lambda _session: None)  #: done before the rival comes
 
-    @property
-    def is_on_mysql(self) -> bool:
-        """True if a MySQL stands in for MariaDB: by default, the library runs handlers at SERIALIZABLE there."""
-        return self.engine.dialect.name == "mysql"
-
     def handle(self, account: str, session: Session) -> None:
         """The handler: let the rival come, then do the work."""
         if account == self.account:

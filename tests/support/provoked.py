@@ -43,6 +43,43 @@ def _signalled(number: int, means: Failure) -> Provoked:
 TABLE = "CREATE TABLE provoked (id INTEGER PRIMARY KEY, little SMALLINT NOT NULL, word VARCHAR(3), CHECK (little > 0))"
 FIRST = "INSERT INTO provoked VALUES (1, 1, 'one')"
 
+_ON_MARIADB = (
+    Provoked("1317", LATER, ("KILL QUERY CONNECTION_ID()",)),
+    Provoked(
+        "1114",
+        LATER,
+        (
+            "SET max_heap_table_size = 16384",
+            "CREATE TEMPORARY TABLE small (word CHAR(255)) ENGINE=MEMORY",
+            "INSERT INTO small SELECT seq FROM seq_1_to_5000",
+        ),
+    ),
+    Provoked("1927", NOW, ("KILL CONNECTION_ID()", "SELECT 1")),
+    Provoked(
+        "1205",
+        Failure.LOCK_TIMEOUT,
+        ("SET innodb_lock_wait_timeout = 1", FIRST),
+        FIRST,
+    ),
+    Provoked(
+        "1969",
+        Failure.LOCK_TIMEOUT,
+        ("SET STATEMENT max_statement_time = 0.05 FOR SELECT max(mod(seq, 7)) FROM seq_1_to_1000000000",),
+    ),
+    Provoked("1062", Failure.UNIQUE, (FIRST, FIRST)),
+    Provoked("1048", Failure.NO_TABLE, ("INSERT INTO provoked VALUES (2, NULL, 'two')",)),
+    Provoked("4025", REJECTED, ("INSERT INTO provoked VALUES (2, -1, 'two')",)),
+    Provoked("1264", REJECTED, ("INSERT INTO provoked VALUES (2, 40000, 'two')",)),
+    Provoked("1406", Failure.NO_TABLE, ("INSERT INTO provoked VALUES (2, 1, 'three')",)),
+    Provoked("1146", Failure.NO_TABLE, ("SELECT * FROM nothing_of_this_name",)),
+    *(_signalled(number, LATER) for number in (1021, 3, 1026, 1037, 1038, 1041, 3024, 1044, 1045, 1129, 1226, 1698)),
+    *(_signalled(number, NOW) for number in (1213, 1020, 1040, 1203, 1053, 1206, 1412, 1684, 1047)),
+    *(_signalled(number, Failure.READ_ONLY) for number in (1290, 1792, 1836)),
+    *(_signalled(number, LATER) for number in (1030, 1034, 1637)),
+    _signalled(1615, NOW),
+)
+_ON_MARIADB_ALONE = ("1114", "1927", "1969", "4025")  # tables of numbers, the limit of a statement, two other numbers
+
 PROVOKED = {
     "postgresql": (
         Provoked("57014", LATER, ("SET statement_timeout = 50", "SELECT pg_sleep(600)")),
@@ -63,43 +100,12 @@ PROVOKED = {
         Provoked("42P05", NOW, ("PREPARE twice AS SELECT 1", "PREPARE twice AS SELECT 1")),
         *(_raised(code, LATER) for code in ("XX000", "55006")),
     ),
-    "mariadb": (
-        Provoked("1317", LATER, ("KILL QUERY CONNECTION_ID()",)),
-        Provoked(
-            "1114",
-            LATER,
-            (
-                "SET max_heap_table_size = 16384",
-                "CREATE TEMPORARY TABLE small (word CHAR(255)) ENGINE=MEMORY",
-                "INSERT INTO small SELECT seq FROM seq_1_to_5000",
-            ),
-        ),
-        Provoked("1927", NOW, ("KILL CONNECTION_ID()", "SELECT 1")),
-        Provoked(
-            "1205",
-            Failure.LOCK_TIMEOUT,
-            ("SET innodb_lock_wait_timeout = 1", FIRST),
-            FIRST,
-        ),
-        Provoked(
-            "1969",
-            Failure.LOCK_TIMEOUT,
-            ("SET STATEMENT max_statement_time = 0.05 FOR SELECT max(mod(seq, 7)) FROM seq_1_to_1000000000",),
-        ),
-        Provoked("1062", Failure.UNIQUE, (FIRST, FIRST)),
-        Provoked("1048", Failure.NO_TABLE, ("INSERT INTO provoked VALUES (2, NULL, 'two')",)),
-        Provoked("4025", REJECTED, ("INSERT INTO provoked VALUES (2, -1, 'two')",)),
-        Provoked("1264", REJECTED, ("INSERT INTO provoked VALUES (2, 40000, 'two')",)),
-        Provoked("1406", Failure.NO_TABLE, ("INSERT INTO provoked VALUES (2, 1, 'three')",)),
-        Provoked("1146", Failure.NO_TABLE, ("SELECT * FROM nothing_of_this_name",)),
-        *(
-            _signalled(number, LATER)
-            for number in (1021, 3, 1026, 1037, 1038, 1041, 3024, 1044, 1045, 1129, 1226, 1698)
-        ),
-        *(_signalled(number, NOW) for number in (1213, 1020, 1040, 1203, 1053, 1206, 1412, 1684, 1047)),
-        *(_signalled(number, Failure.READ_ONLY) for number in (1290, 1792, 1836)),
-        *(_signalled(number, LATER) for number in (1030, 1034, 1637)),
-        _signalled(1615, NOW),
+    "mariadb": _ON_MARIADB,
+    "mysql": (
+        *(each for each in _ON_MARIADB if each.code not in _ON_MARIADB_ALONE),
+        Provoked("3819", REJECTED, ("INSERT INTO provoked VALUES (2, -1, 'two')",)),
+        Provoked("3024", LATER, ("SELECT /*+ MAX_EXECUTION_TIME(50) */ sleep(600) FROM information_schema.tables",)),
+        *(_signalled(number, NOW) for number in (3032, 3058, 3101, 3168, 3169)),
     ),
     "sqlite": (
         Provoked("SQLITE_BUSY", Failure.LOCK_TIMEOUT, ("PRAGMA busy_timeout = 0", FIRST), "BEGIN IMMEDIATE"),
@@ -116,7 +122,7 @@ PROVOKED = {
         Provoked("SQLITE_ERROR", Failure.NO_TABLE, ("SELECT * FROM nothing_of_this_name",)),
     ),
 }
-"""By the name of the engine."""
+"""By the name of the engine, and for MySQL, which stands in for MariaDB."""
 
 
 def make_provoked(url: URL) -> None:

@@ -32,7 +32,7 @@ class Tansu:
 
 
 @contextlib.contextmanager
-def tansu(folder: Path) -> Iterator[Tansu]:
+def running_tansu(folder: Path) -> Iterator[Tansu]:
     """Start a broker, which writes its log into ``folder``, and end it; it also ends if this process is killed."""
     brokers = f"127.0.0.1:{free_port()}"
     addresses = (f"--{each}-url=tcp://{brokers}" for each in ("listener", "advertised-listener"))
