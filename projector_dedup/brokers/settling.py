@@ -36,7 +36,7 @@ from ..errors import (
 )
 from ..message import Message, envelope, id_text, logger_of, printable, valid_source
 from ..observer import Reason
-from ..outcome import Delivery
+from ..outcome import Delivery, Outcome
 from ..verdict import Action, Verdict, verdict_of
 from .dead_letters import DeadLetter, Decide, Fate, Judge
 from .incoming import Convert, Incoming, check_convert, json_event
@@ -75,12 +75,13 @@ class Settled:
     """The decision about one message: the consumer acknowledges it if ``verdict`` is None, else follows the verdict.
 
     ``reason`` is the error, shortened and printable; put it into the dead letter of a rejected message. ``label`` is
-    the reason in metrics; None if the message is acknowledged.
+    the reason in metrics; None if the message is acknowledged. ``outcome`` is that of an acknowledged message.
     """
 
     verdict: Verdict | None = None
     reason: str = ""
     label: Reason | None = None
+    outcome: Outcome | None = None
 
     @property
     def acknowledge(self) -> bool:
@@ -135,8 +136,8 @@ class Settling:
     This class never calls the broker: the consumer acknowledges, retries or rejects as ``Settled`` says. ``convert``
     builds the event from an ``Incoming``. If the broker supports only certain delays, pass them as ``delays`` in
     ascending order: no delay is then above the longest of them up to ``max_delay``, or else the shortest. With
-    ``asynchronous=True``, pass an ``AsyncDispatcher`` and await ``adeliver`` and ``adeliver_batch``. The other options
-    are ``SettlingOptions``.
+    ``asynchronous=True``, pass an ``AsyncDispatcher`` and await ``adeliver`` and ``adeliver_batch``. With
+    ``digest=False``, the body of a duplicate may differ. The other options are ``SettlingOptions``.
 
     The dispatcher's observer receives each result as an observation of the kind ``delivery``, with the name of the
     ``broker``. Call ``kept`` after the broker has confirmed a dead letter.
@@ -157,6 +158,7 @@ class Settling:
         delays: Sequence[float] = (),
         asynchronous: bool = False,
         broker: str = "other",
+        digest: bool = True,
     ) -> None:
         wanted = AsyncDispatcher if asynchronous else Dispatcher
         if not isinstance(dispatcher, wanted):
@@ -173,7 +175,7 @@ class Settling:
         self._asynchronous = asynchronous
         self._one_by_one = dispatcher._is_building  # what must keep its order, see `deliver_batch`
         check_source(source)
-        self._convert = completed(convert, lambda _: source)
+        self._convert = completed(convert, lambda _: source, digest=digest)
         self._max_attempts, self._retry_later = max_attempts, retry_later
         within = [each for each in delays if each <= max_delay] or delays[:1]
         self.max_delay = max(within, default=max_delay)
@@ -189,12 +191,12 @@ class Settling:
         event: object = _UNREAD
         try:
             event = self._convert(incoming)
-            self._wait(self._dispatcher.deliver(event))
+            delivery = self._wait(self._dispatcher.deliver(event))
         except (Exception, asyncio.CancelledError) as error:
             if self._ends_this_task(error):
                 raise
             return self._failed(incoming, event, error)
-        return self._acknowledged(incoming, event)
+        return self._acknowledged(incoming, event, delivery)
 
     async def adeliver(self, incoming: Incoming) -> Settled:
         """Like ``deliver``, for an ``AsyncDispatcher``."""
@@ -287,12 +289,12 @@ class Settling:
 
         return judge
 
-    def _acknowledged(self, incoming: Incoming, event: object) -> Settled:
+    def _acknowledged(self, incoming: Incoming, event: object, delivery: Delivery) -> Settled:
         if self._observing is not None:
             self._observing.report_delivery(
                 "acknowledged", self._broker, None, self._id_of(incoming, event), incoming.attempt
             )
-        return Settled()
+        return Settled(outcome=delivery.outcome)
 
     def _wait(self, returned: Any) -> Any:
         """Return the result of a call of the dispatcher. An ``AsyncDispatcher`` returns a coroutine."""
@@ -317,7 +319,9 @@ class Settling:
 
     def _settled(self, incoming: Incoming, event: object, delivery: Delivery) -> Settled:
         failed = delivery.error
-        return self._acknowledged(incoming, event) if failed is None else self._failed(incoming, event, failed)
+        if failed is None:
+            return self._acknowledged(incoming, event, delivery)
+        return self._failed(incoming, event, failed)
 
     def _failed(self, incoming: Incoming, event: object, error: BaseException) -> Settled:
         if isinstance(error, InvalidMessageIdError) and self._has_no_id(event):
@@ -436,8 +440,8 @@ def check_source(source: object) -> None:
         valid_source(source)
 
 
-def completed(convert: Convert, source_of: Callable[[Incoming], str | None]) -> Convert:
-    """Return ``convert`` with a source and with the digest of the body for each message that has none.
+def completed(convert: Convert, source_of: Callable[[Incoming], str | None], *, digest: bool = True) -> Convert:
+    """Return ``convert`` with a source and, with ``digest``, with that of the body for each message that has none.
 
     Only here does a consumer add them. An empty body has no digest: of a tombstone, the key is the content.
     """
@@ -448,7 +452,7 @@ def completed(convert: Convert, source_of: Callable[[Incoming], str | None]) -> 
         lacking: dict[str, Any] = {}
         if message.source is None and not message.has_source:
             lacking["source"] = source_of(incoming)
-        if message.digest is None and incoming.body:
+        if digest and message.digest is None and incoming.body:
             lacking["digest"] = hashlib.sha256(incoming.body).digest()
         return replace(message, **lacking) if any(lacking.values()) else event
 

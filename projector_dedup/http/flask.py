@@ -16,7 +16,9 @@ with needs("flask"):
     from flask import session as cookie_session
     from flask.typing import ResponseReturnValue
 
+from ..brokers.incoming import Convert, json_event
 from ..commands import Call, Commands, ResultError
+from ..dispatcher import Dispatcher
 from ..errors import HandlerDefinitionError, UnsafeSessionError
 from .recording import (
     ANSWERED,
@@ -38,6 +40,7 @@ from .recording import (
     replay_headers,
     restoring,
 )
+from .webhook import Provider, Webhook
 
 __all__ = [
     "PUBLIC",
@@ -46,6 +49,7 @@ __all__ = [
     "install",
     "recorded_endpoint",
     "replay_headers",
+    "webhook_endpoint",
 ]
 
 P = ParamSpec("P")
@@ -142,6 +146,44 @@ def recorded_endpoint(
         return recorded
 
     return decorate
+
+
+def webhook_endpoint(
+    dispatcher: Dispatcher,
+    provider: Provider,
+    convert: Convert = json_event,
+    *,
+    source: str | None = None,
+    max_bytes: int | None = None,
+) -> Callable[[], Response]:
+    """Return a view that delivers the requests of a ``provider`` to a dispatcher, for a POST route.
+
+    Write ``app.post("/webhooks/stripe")(webhook_endpoint(dispatcher, stripe(secret)))``. The view has the name of the
+    provider. The arguments, the answers and the errors are those of ``projector_dedup.http.webhook.Webhook``.
+    An ``AsyncDispatcher`` raises ``HandlerDefinitionError``.
+    """
+    webhook = Webhook(dispatcher, provider, convert, source=source, max_bytes=max_bytes)
+    if webhook.asynchronous:
+        raise HandlerDefinitionError(
+            "Flask runs async code in another thread: pass a Dispatcher, not an AsyncDispatcher"
+        )
+
+    def receive_webhook() -> Response:
+        reply = webhook.deliver(_body(webhook.max_bytes), dict(request.headers))
+        return Response(reply.body, reply.status, dict(reply.headers), mimetype="application/json")
+
+    receive_webhook.__name__ = f"webhook of {provider.name}"  # Flask wants one name for each view
+    return receive_webhook
+
+
+def _body(most: int) -> bytes:
+    """Return the body of the request, or its beginning if it has more than ``most`` bytes."""
+    if request.content_length is not None and request.content_length <= most:
+        return request.get_data(cache=True)  # also the body that a hook has read before the view
+    body = bytearray()
+    while len(body) <= most and (part := request.stream.read(most + 1 - len(body))):
+        body += part
+    return bytes(body)
 
 
 class _Exchange:

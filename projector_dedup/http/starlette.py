@@ -14,10 +14,13 @@ from ..extras import needs
 
 with needs("starlette"):
     from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import Response
 
+from ..brokers.incoming import Convert, json_event
 from ..commands import AsyncCall, AsyncCommands
+from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import HandlerDefinitionError, UnsafeSessionError
 from .recording import (
     ANSWERED,
@@ -39,6 +42,7 @@ from .recording import (
     replay_headers,
     restoring,
 )
+from .webhook import Provider, Webhook
 
 if TYPE_CHECKING:
     from fastapi.routing import APIRoute
@@ -51,6 +55,7 @@ __all__ = [
     "recorded_endpoint",
     "recorded_route",
     "replay_headers",
+    "webhook_endpoint",
 ]
 
 ScopeOf = Callable[[Request], Any] | Public
@@ -161,6 +166,43 @@ def recorded_endpoint(
         return functools.wraps(endpoint)(around(endpoint))
 
     return decorate
+
+
+def webhook_endpoint(
+    dispatcher: Dispatcher | AsyncDispatcher,
+    provider: Provider,
+    convert: Convert = json_event,
+    *,
+    source: str | None = None,
+    max_bytes: int | None = None,
+) -> Endpoint:
+    """Return an endpoint that delivers the requests of a ``provider`` to a dispatcher, for a POST route.
+
+    Write ``app.add_route("/webhooks/stripe", webhook_endpoint(dispatcher, stripe(secret)), methods=["POST"])``. The
+    arguments, the answers and the errors are those of ``projector_dedup.http.webhook.Webhook``. A ``Dispatcher`` runs
+    in Starlette's threads.
+    """
+    webhook = Webhook(dispatcher, provider, convert, source=source, max_bytes=max_bytes)
+
+    async def receive_webhook(request: Request) -> Response:
+        body = await _body(request, webhook.max_bytes)
+        if webhook.asynchronous:
+            reply = await webhook.adeliver(body, request.headers)
+        else:
+            reply = await run_in_threadpool(webhook.deliver, body, request.headers)
+        return Response(reply.body, reply.status, dict(reply.headers), "application/json")
+
+    return receive_webhook
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """Return the body of a request, or its beginning if it has more than ``most`` bytes."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            break
+    return bytes(body)
 
 
 def _check_async(endpoint: Callable[..., Any]) -> None:

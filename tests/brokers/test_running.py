@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import create_engine, make_url
 
@@ -22,9 +23,11 @@ from consumer_rig import wait_for
 from databases import Database
 from flights_consumer import AWAITED, OURS, run
 from projector_dedup.brokers.running import draining
+from projector_dedup.testing.provider import free_port
 
 SUPPORT = Path(__file__).parents[1] / "support"
 IDEMPOTENCY = str(Path(sys.executable).with_name("idempotency"))
+WEBHOOKS = (SUPPORT.parents[1] / "docs" / "webhooks.md").read_text(encoding="utf-8")
 SIGNALS = {client: (signal.SIGTERM, signal.SIGINT)[number % 2] for number, client in enumerate(OURS)}
 
 
@@ -215,9 +218,8 @@ def test_the_command_tries_again_to_reach_a_broker(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("consumer", ["aio-pika"], indirect=True)
 def test_a_consumer_in_a_lifespan(consumer: Adapter, tmp_path: Path) -> None:
-    """As docs/consumers/README.md shows it: uvicorn's own signal ends it, after its message is settled."""
-    page = (SUPPORT.parents[1] / "docs" / "consumers" / "README.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"<!-- a consumer in a lifespan -->\n```python\n(.*?)```", page, re.DOTALL)
+    """As docs/webhooks.md shows it: uvicorn's own signal ends it, after its message is settled."""
+    (shown,) = re.findall(r"<!-- a consumer in a lifespan -->\n```python\n(.*?)```", WEBHOOKS, re.DOTALL)
     (tmp_path / "app.py").write_text(f"import consuming\nconsumer = consuming.aio_pika\n{shown}", encoding="utf-8")
     uvicorn = sys.executable, "-m", "uvicorn", "--app-dir", str(tmp_path), "--port", "0", "app:app"
     consumer.pay((1, "held"))
@@ -229,6 +231,42 @@ def test_a_consumer_in_a_lifespan(consumer: Adapter, tmp_path: Path) -> None:
         assert "Traceback" not in process.log
     assert consumer.applied == ({"held": 1}, 1)
     assert consumer.queue.left() == 0
+
+
+HOOK = """
+import consuming
+import payments
+from projector_dedup.http.starlette import webhook_endpoint
+from projector_dedup.http.webhook import Provider
+
+dispatcher = payments.async_dispatcher(consuming.URL)[0]
+consumer = consuming.OURS["aio-pika"](dispatcher)
+{lifespan}
+provider = Provider("shop", lambda body, headers: True, id="X-Id", type="X-Type")
+app.add_route("/hook", webhook_endpoint(dispatcher, provider), methods=["POST"])
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("consumer", ["aio-pika"], indirect=True)
+def test_a_webhook_and_a_consumer_in_one_application(consumer: Adapter, tmp_path: Path) -> None:
+    """They share a dispatcher and an event loop; a message that comes both ways is applied once."""
+    (shown,) = re.findall(r"<!-- a consumer in a lifespan -->\n```python\n(.*?)```", WEBHOOKS, re.DOTALL)
+    (tmp_path / "app.py").write_text(HOOK.replace("{lifespan}", shown), encoding="utf-8")
+    port, sent = free_port(), range(20)
+    uvicorn = sys.executable, "-m", "uvicorn", "--app-dir", str(tmp_path), "--port", str(port), "app:app"
+    with contextlib.closing(Process(consumer, tmp_path, *uvicorn)) as process:
+        wait_for(lambda: "Application startup complete" in process.log, "the server", 60)
+        consumer.pay(*((number, "both") for number in sent))
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
+            for number in sent:
+                headers = {"X-Id": f"p{number}", "X-Type": "payment"}
+                answer = client.post("/hook", content=payments.payment(number, "both"), headers=headers)
+                assert answer.json()["outcome"] in ("applied", "duplicate")
+        wait_for(consumer.settled({"both": len(sent)}), "each payment once")
+        process.signal(signal.SIGTERM)
+        process.end()
+        assert "Traceback" not in process.log
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

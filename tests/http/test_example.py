@@ -4,12 +4,9 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,8 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from databases import Database
-from projector_dedup.testing.provider import Behaviour, Provider
+from http_rig import serving
+from projector_dedup.testing.provider import Behaviour, Provider, free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "orders"
 AUTHORIZED = {"Authorization": "Bearer secret-of-north"}
@@ -27,6 +25,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     f"order-{number}": {"customer": f"customer-{number % 3}", "amount": number + 1, "reference": f"order-{number}"}
     for number in range(60)
 }
+Serving = contextlib.AbstractContextManager[subprocess.Popen[bytes]]
 KILLS = (20, 40)  # answers after which the server is killed; then it is left alone
 NO_TLS = False  # httpx would load certificates, which conftest.py has taken away
 TIMES = 3  # that each request is sent, at once
@@ -41,30 +40,9 @@ def _environment(database: Database, provider: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "SSL_CERT_FILE"} | given
 
 
-@contextlib.contextmanager
-def server(database: Database, port: int, provider: str = "http://127.0.0.1:9") -> Iterator[subprocess.Popen[bytes]]:
+def server(database: Database, port: int, provider: str = "http://127.0.0.1:9") -> Serving:
     """The example under uvicorn, in a process of its own, which answers when the block is entered."""
-    environment = _environment(database, provider)
-    arguments = ["-m", "uvicorn", "app:app", "--port", str(port), "--log-level", "warning", "--no-access-log"]
-    process = subprocess.Popen([sys.executable, *arguments], cwd=EXAMPLE, env=environment)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            assert process.poll() is None, "the example does not start"
-            assert time.monotonic() < deadline
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.05)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    return serving("app:app", port, EXAMPLE, _environment(database, provider))
 
 
 def _client(port: int) -> httpx.Client:

@@ -38,7 +38,7 @@ WINGS: dict[str, set[str]] = {  # a wing imports the core, and of the other wing
     "commands": set(),
     "effects": {"commands"},
     "brokers": set(),
-    "http": {"commands"},
+    "http": {"commands", "brokers"},  # a webhook is a consumer of messages that come by HTTP
     "maintenance": {"commands", "effects"},
     "metrics": {"maintenance"},
     "rebuild": {"maintenance"},

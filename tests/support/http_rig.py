@@ -4,8 +4,13 @@ import contextlib
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterator, MutableMapping
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import fastapi
@@ -236,3 +241,22 @@ def shop_on(request: pytest.FixtureRequest, driver: Driver, **subject: Any) -> I
         shop = Shop(desk)
         yield shop
         shop.close()
+
+
+@contextlib.contextmanager
+def serving(app: str, port: int, folder: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """An app under uvicorn, in a process of its own, which answers when the block is entered."""
+    arguments = ["-m", "uvicorn", app, "--port", str(port), "--log-level", "warning", "--no-access-log"]
+    process = subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            assert process.poll() is None, "the app does not start"
+            assert time.monotonic() < deadline
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()

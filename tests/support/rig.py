@@ -192,7 +192,7 @@ def added(message_id: str, body: Any = None) -> Message:
     return Message(message_id, {"account": "a"} if body is None else body, type="added")
 
 
-def handler_of(factory: Any, body: Body, name: str, **options: Any) -> Any:
+def handler_of(factory: Any, body: Body, name: str, takes: str = "added", **options: Any) -> Any:
     """A projector of the factory's kind, whose handler is `body`; the options are those of `on`."""
 
     async def awaited(event: Any, session: AsyncSession) -> None:
@@ -202,7 +202,7 @@ def handler_of(factory: Any, body: Body, name: str, **options: Any) -> Any:
         body(event, session)
 
     function: Any = awaited if isinstance(factory, async_sessionmaker) else direct
-    return projector(idempotent=True, name=name)(on("added", **options)(function))
+    return projector(idempotent=True, name=name)(on(takes, **options)(function))
 
 
 def dispatcher_on(factory: Any, *bodies: Body, retry: RetryPolicy = ONE_ATTEMPT, **options: Any) -> Any:

@@ -1,0 +1,637 @@
+"""Webhooks: requests of each provider, of our own making, are verified, delivered once, and answered by the result."""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fastapi
+import flask
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import async_sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
+
+from cut_proxy import Cut, CutProxy
+from databases import Driver
+from http_rig import FRAMEWORK, WEB, serving
+from projector_dedup import AsyncDispatcher, Defer, Dispatcher, Message
+from projector_dedup.errors import HandlerDefinitionError
+from projector_dedup.http.webhook import Provider, Webhook, github, shopify, standard_webhooks, stripe
+from projector_dedup.observer import Observation
+from projector_dedup.testing.provider import free_port
+from rig import NOTHING, ONCE, ONE_ATTEMPT, QUICK, Durable, Rig, RigOn, add, handler_of
+
+SECRET = "whsec_" + base64.b64encode(b"twenty-four bytes or more").decode()
+OCCURRED = datetime(2026, 11, 3, 9, 30, 15, tzinfo=UTC)
+SMALL = [driver for driver in WEB if driver.engine == "sqlite"]
+SENDERS = 64
+APP: dict[bool, Callable[[], Any]] = {True: fastapi.FastAPI, False: lambda: flask.Flask("hook")}
+on_servers = pytest.mark.parametrize("driver", [driver for driver in WEB if driver.engine != "sqlite"], ids=str)
+everywhere = pytest.mark.parametrize("driver", WEB, ids=str)
+in_each_framework = pytest.mark.parametrize("driver", SMALL, ids=str)
+
+
+# Requests as the providers send them: the values are ours, the shape is theirs. They are signed by hand, not by code of
+# the library or of a provider.
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request: its body, and its headers."""
+
+    body: bytes
+    headers: dict[str, str]
+
+
+def _mac(body: bytes, key: bytes = SECRET.encode()) -> bytes:
+    return hmac.new(key, body, hashlib.sha256).digest()
+
+
+def from_github(body: bytes = b'{"ref": "refs/heads/main", "pusher": {"name": "ann"}}', kind: str = "push") -> Sent:
+    """A push."""
+    headers = {
+        "User-Agent": "GitHub-Hookshot/044aadd",
+        "Content-Type": "application/json",
+        "X-GitHub-Delivery": "72d3162e-cc78-11e3-81ab-4c9367dc0958",
+        "X-GitHub-Event": kind,
+        "X-GitHub-Hook-ID": "292430182",
+        "X-Hub-Signature-256": f"sha256={_mac(body).hex()}",
+    }
+    return Sent(body, headers)
+
+
+def from_shopify(
+    body: bytes = b'{"id": 820982911946154508, "total_price": "398.00"}', kind: str = "orders/create"
+) -> Sent:
+    """An order."""
+    headers = {
+        "Content-Type": "application/json",
+        "X-Shopify-Topic": kind,
+        "X-Shopify-Webhook-Id": "b54557e4-bdd9-4b37-8a5f-bf7d70bcd043",
+        "X-Shopify-Event-Id": "98880550-7158-44d4-b7cd-2c97c8a091b5",
+        "X-Shopify-Triggered-At": "2026-11-03T09:30:15.877041743Z",
+        "X-Shopify-Shop-Domain": "shop.myshopify.com",
+        "X-Shopify-Hmac-SHA256": base64.b64encode(_mac(body)).decode(),
+    }
+    return Sent(body, headers)
+
+
+def from_standard(body: bytes | None = None, kind: str = "invoice.paid", at: float | None = None) -> Sent:
+    """A payment of an invoice."""
+    if body is None:
+        event = {"type": kind, "timestamp": "2026-11-03T09:30:15Z", "data": {"id": "inv_1"}}
+        body = json.dumps(event).encode()
+    moment = str(int(time.time() if at is None else at))
+    signed = _mac(f"msg_p5jXN8AQM9LWM0D4loKWxJek.{moment}.".encode() + body, b"twenty-four bytes or more")
+    headers = {
+        "Content-Type": "application/json",
+        "webhook-id": "msg_p5jXN8AQM9LWM0D4loKWxJek",
+        "webhook-timestamp": moment,
+        "webhook-signature": f"v1,{base64.b64encode(signed).decode()}",
+    }
+    return Sent(body, headers)
+
+
+def from_stripe(body: bytes | None = None, kind: str = "invoice.paid", at: float | None = None) -> Sent:
+    """A payment of an invoice."""
+    if body is None:
+        event = {
+            "id": "evt_1NG8Du2eZvKYlo2CUI79vXWy",
+            "object": "event",
+            "created": int(OCCURRED.timestamp()),
+            "type": kind,
+            "data": {"object": {"id": "in_1", "object": "invoice"}},
+        }
+        body = json.dumps(event).encode()
+    moment = int(time.time() if at is None else at)
+    signature = _mac(f"{moment}.".encode() + body).hex()
+    headers = {"Content-Type": "application/json; charset=utf-8", "Stripe-Signature": f"t={moment},v1={signature}"}
+    return Sent(body, headers)
+
+
+SENT: dict[str, Callable[..., Sent]] = {
+    "github": from_github,
+    "shopify": from_shopify,
+    "standard_webhooks": from_standard,
+    "stripe": from_stripe,
+}
+PROVIDERS: dict[str, Callable[..., Provider]] = {
+    "github": github,
+    "shopify": shopify,
+    "standard_webhooks": standard_webhooks,
+    "stripe": stripe,
+}
+IDS = {
+    "github": "72d3162e-cc78-11e3-81ab-4c9367dc0958",
+    "shopify": "b54557e4-bdd9-4b37-8a5f-bf7d70bcd043",
+    "standard_webhooks": "msg_p5jXN8AQM9LWM0D4loKWxJek",
+    "stripe": "evt_1NG8Du2eZvKYlo2CUI79vXWy",
+}
+TYPES = {"github": "push", "shopify": "orders/create", "standard_webhooks": "invoice.paid", "stripe": "invoice.paid"}
+each_provider = pytest.mark.parametrize("provider", PROVIDERS)
+
+
+class Seen:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.all: list[Observation] = []
+
+    def observed(self, observation: Observation) -> None:
+        """Keep it."""
+        self.all.append(observation)
+
+
+class Hook:
+    """An app with a webhook at POST /hook, on a rig: FastAPI on asynchronous drivers, Flask on the others."""
+
+    def __init__(
+        self,
+        rig: Rig,
+        provider: Provider,
+        body: Callable[[Any, Session], object] = lambda _event, session: add(session),
+        *,
+        takes: str = "added",
+        factory: Any = None,
+        max_bytes: int | None = None,
+        source: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.rig, self.seen = rig, Seen()
+        self.asynchronous = rig.driver.is_async
+        dispatcher = _dispatcher(factory or rig.factory, body, takes, observer=self.seen, **options)
+        self.app = APP[self.asynchronous]()
+        endpoint = FRAMEWORK[self.asynchronous].webhook_endpoint
+        made: Any = endpoint(dispatcher, provider, max_bytes=max_bytes, source=source)
+        if self.asynchronous:
+            self.app.add_route("/hook", made, methods=["POST"])
+        else:
+            self.app.post("/hook")(made)
+
+    def send(self, sent: Sent, **request: Any) -> httpx.Response:
+        """Send a request straight into the app, once."""
+        (answer,) = self.send_all([sent], **request)
+        return answer
+
+    def send_all(self, requests: list[Sent], **request: Any) -> list[httpx.Response]:
+        """Send requests straight into the app, all at once."""
+        arguments = [{"headers": each.headers, "content": each.body, **request} for each in requests]
+        if self.asynchronous:
+            answers: list[httpx.Response] = self.rig.run(self._awaited(arguments))
+            return answers
+        transport = httpx.WSGITransport(app=self.app)
+        with (
+            httpx.Client(transport=transport, base_url="http://hook") as client,
+            ThreadPoolExecutor(len(arguments)) as senders,
+        ):
+            return list(senders.map(lambda each: client.post("/hook", **each), arguments))
+
+    async def _awaited(self, arguments: list[dict[str, Any]]) -> list[httpx.Response]:
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://hook") as client:
+            return list(await asyncio.gather(*(client.post("/hook", **each) for each in arguments)))
+
+    def rows(self) -> list[tuple[str, Any]]:
+        """Return the ids and the times of all markers, as another connection sees them."""
+        rows = self.rig.outside.execute("select message_id, occurred_at from processed_message")
+        return [(found.decode() if isinstance(found, bytes) else found, at) for found, at in rows]
+
+
+def _dispatcher(factory: Any, body: Any, takes: str, **options: Any) -> Any:
+    kind: Any = AsyncDispatcher if isinstance(factory, async_sessionmaker) else Dispatcher
+    return kind(factory, handler_of(factory, body, "totals", takes), **{"retry": QUICK, **options})
+
+
+def yours(**parts: Any) -> Provider:
+    """A provider of one's own, which signs by a password in a header."""
+    found: dict[str, Any] = {"id": "X-Id", "type": "X-Type", "max_bytes": 1000, **parts}
+    return Provider("yours", lambda _body, headers: headers["x-password"] == "open", **found)
+
+
+def from_yours(body: bytes = b"{}", **headers: str) -> Sent:
+    """A request that adds 1."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Sent(body, {"X-Password": "open", "X-Id": "7", "X-Type": "added", **named})
+
+
+@in_each_framework
+def test_a_body_that_the_provider_writes_anew_is_a_duplicate(driver: Driver, rig_on: RigOn) -> None:
+    """Stripe's ``pending_webhooks`` counts down; also with ``other_body="reject"``."""
+    hook = Hook(rig_on(driver), stripe(SECRET), takes="invoice.paid", other_body="reject")
+    sent = from_stripe()
+    anew = [{**json.loads(sent.body), "pending_webhooks": count} for count in (2, 1)]
+    answers = [hook.send(from_stripe(json.dumps(each).encode())).json()["outcome"] for each in anew]
+    assert answers == ["applied", "duplicate"]
+
+
+@each_provider
+@everywhere
+def test_an_event_that_is_sent_twice_is_applied_once(driver: Driver, provider: str, rig_on: RigOn) -> None:
+    """The first request is answered "applied", the second "duplicate"; both are 200."""
+    hook = Hook(rig_on(driver), PROVIDERS[provider](SECRET), takes=TYPES[provider])
+    answers = [hook.send(SENT[provider]()) for _ in range(2)]
+    assert [(each.status_code, each.json()) for each in answers] == [
+        (200, {"outcome": "applied"}),
+        (200, {"outcome": "duplicate"}),
+    ]
+    assert hook.rig.durable() == ONCE
+    ((found, occurred_at),) = hook.rows()
+    assert found == IDS[provider]
+    time_is_sent = provider != "github"
+    assert (occurred_at is not None) == time_is_sent
+    if time_is_sent:
+        assert str(occurred_at).startswith("2026-11-03 09:30:15")
+
+
+def damaged(sent: Sent) -> dict[str, Sent]:
+    """Return the request with each fault that makes it another request than the one that was signed."""
+    found = {"another body": Sent(sent.body.replace(b"{", b"{ ", 1), sent.headers)}
+    for name, value in sent.headers.items():
+        if name.lower().endswith(("signature", "signature-256", "hmac-sha256")):
+            without = {each: kept for each, kept in sent.headers.items() if each != name}
+            found["no signature"] = Sent(sent.body, without)
+            for flaw in (
+                "",
+                " ",
+                "v1",
+                "t=,v1=",
+                "t=x,v1=x",
+                "sha256=",
+                "v1,",
+                "v2,AAAA",
+                "=",
+                ",",
+                "v1,A",
+                value[:-1],
+            ):
+                found[f"signature {flaw!r}"] = Sent(sent.body, {**sent.headers, name: flaw})
+    return found
+
+
+@each_provider
+@in_each_framework
+def test_a_request_that_is_not_verified_is_401(
+    driver: Driver, provider: str, rig_on: RigOn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the fault is, and before the body is read: nothing is stored, and the log says why."""
+    hook = Hook(rig_on(driver), PROVIDERS[provider](SECRET), takes=TYPES[provider])
+    wrong = damaged(SENT[provider]())
+    assert len(wrong) > 10
+    wrong["of somebody else, and no JSON"] = Sent(b"\xff[", SENT[provider]().headers)
+    for fault, sent in wrong.items():
+        answer = hook.send(sent)
+        assert (answer.status_code, answer.json()) == (401, {"outcome": "not verified"}), fault
+    assert hook.rig.durable() == NOTHING
+    assert hook.seen.all == []
+    assert len([each for each in caplog.messages if "is not verified" in each]) == len(wrong)
+    assert hook.send(SENT[provider]()).status_code == 200
+
+
+@pytest.mark.parametrize("provider", ["standard_webhooks", "stripe"])
+@in_each_framework
+def test_a_request_that_was_signed_long_ago_is_401(driver: Driver, provider: str, rig_on: RigOn) -> None:
+    """A captured request cannot be sent again after five minutes."""
+    hook = Hook(rig_on(driver), PROVIDERS[provider](SECRET), takes=TYPES[provider])
+    assert hook.send(SENT[provider](at=time.time() - 310)).status_code == 401
+    assert hook.send(SENT[provider](at=time.time() - 200)).status_code == 200
+
+
+@each_provider
+@in_each_framework
+def test_a_secret_can_be_replaced(driver: Driver, provider: str, rig_on: RigOn) -> None:
+    """The old and the new one are accepted, in any order, and no third one."""
+    other, third = ("whsec_" + base64.b64encode(each * 24).decode() for each in (b"o", b"t"))
+    rig = rig_on(driver)
+    for secrets in ((SECRET, other), (other, SECRET)):
+        hook = Hook(rig, PROVIDERS[provider](*secrets), takes=TYPES[provider])
+        assert hook.send(SENT[provider]()).status_code == 200
+    assert Hook(rig, PROVIDERS[provider](other, third)).send(SENT[provider]()).status_code == 401
+
+
+@each_provider
+@pytest.mark.parametrize(
+    ("secrets", "error"), [((), ValueError), (("",), ValueError), ((SECRET, " "), ValueError), ((None,), TypeError)]
+)
+def test_a_secret_with_which_anybody_could_sign_is_refused(
+    provider: str, secrets: tuple[Any, ...], error: type[Exception]
+) -> None:
+    """At start-up: the variable of the environment is not set."""
+    with pytest.raises(error, match="secret"):
+        PROVIDERS[provider](*secrets)
+
+
+# Every answer ---------------------------------------------------------------------------------------------------------
+
+
+@everywhere
+def test_a_type_that_no_handler_takes_is_200(driver: Driver, rig_on: RigOn) -> None:
+    """The event leaves no marker, and the observer counts it, also if the dispatcher raises for a consumer."""
+    hook = Hook(rig_on(driver), github(SECRET), takes="issues", unhandled="raise")
+    answer = hook.send(from_github(kind="ping"))
+    assert (answer.status_code, answer.json()) == (200, {"outcome": "skipped"})
+    assert hook.rig.durable() == NOTHING
+    assert [(each.kind, each.outcome, each.message_type) for each in hook.seen.all] == [
+        ("message", "skipped", "ping"),
+        ("delivery", "acknowledged", None),
+    ]
+    assert hook.seen.all[1].broker == "webhook"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        from_yours(b"", Content_Type="application/json"),
+        from_yours(b"[1"),
+        from_yours(b"\xff"),
+        from_yours(b'{"amount": NaN}'),
+        from_yours(X_Id=""),
+        from_yours(X_Id="x" * 513),
+        Sent(b"{}", {"X-Password": "open", "X-Type": "added"}),
+        Sent(b'{"message_id": "8"}', {"X-Password": "open", "X-Type": "added"}),
+        from_yours(X_Type="x" * 513),
+        Sent(b"{}", {"X-Password": "open", "X-Id": "7"}),
+    ],
+    ids=["empty", "cut", "no UTF-8", "NaN", "empty id", "long id", "no id", "an id elsewhere", "long type", "no type"],
+)
+@in_each_framework
+def test_a_missing_id_and_a_malformed_body_are_400(driver: Driver, sent: Sent, rig_on: RigOn) -> None:
+    """Nothing is stored, and the observer counts a rejected delivery."""
+    hook = Hook(rig_on(driver), yours())
+    answer = hook.send(sent)
+    assert (answer.status_code, answer.json()) == (400, {"outcome": "invalid"})
+    assert hook.rig.durable() == NOTHING
+    (delivery,) = [each for each in hook.seen.all if each.kind == "delivery"]
+    assert (delivery.outcome, delivery.broker) == ("rejected", "webhook")
+    assert delivery.reason in ("invalid_message", "invalid_id")
+
+
+@in_each_framework
+@pytest.mark.parametrize("place", ["id", "type", "occurred_at"])
+def test_an_extractor_that_fails_is_400(driver: Driver, place: str, rig_on: RigOn) -> None:
+    """So does a time that is none; the next request is served."""
+    hook = Hook(rig_on(driver), yours(**{place: lambda body: body["a"]["b"]}))
+    assert hook.send(from_yours(b'{"a": 1}')).status_code == 400
+    assert hook.send(from_yours(b'{"a": {"b": [1]}}')).status_code == 400
+    assert hook.rig.durable() == NOTHING
+
+
+def refusing(event: Any, _session: Session) -> None:
+    """A handler that fails on each message, with an error that contains data of ours."""
+    raise ValueError(f"the balance of account 4711 is 13: {event}")
+
+
+@everywhere
+def test_a_message_that_can_never_succeed_is_422(driver: Driver, rig_on: RigOn) -> None:
+    """The answer says nothing of our data, and everything is rolled back."""
+    hook = Hook(rig_on(driver), yours(), refusing)
+    answer = hook.send(from_yours())
+    assert (answer.status_code, answer.json()) == (422, {"outcome": "rejected"})
+    assert "retry-after" not in answer.headers
+    assert "4711" not in answer.text + str(answer.headers)
+    assert hook.rig.durable() == NOTHING
+
+
+@everywhere
+def test_a_message_that_a_handler_postpones_is_503(driver: Driver, rig_on: RigOn) -> None:
+    """With the seconds after which the provider should send the event again; then it is applied."""
+    early = [True]
+
+    def waits(_event: Any, session: Session) -> None:
+        add(session)
+        if early.pop() if early else False:
+            raise Defer("the account is not open yet")
+
+    hook = Hook(rig_on(driver), yours(), waits)
+    answer = hook.send(from_yours())
+    assert (answer.status_code, answer.json()) == (503, {"outcome": "try again"})
+    assert int(answer.headers["retry-after"]) >= 1
+    assert hook.rig.durable() == NOTHING
+    assert hook.send(from_yours()).json() == {"outcome": "applied"}
+    assert hook.rig.durable() == ONCE
+
+
+@in_each_framework
+def test_a_body_that_is_too_large_is_413(driver: Driver, rig_on: RigOn) -> None:
+    """By its length, and if the length is not told; the option of the endpoint has precedence."""
+    rig = rig_on(driver)
+    hook = Hook(rig, yours(max_bytes=30))
+    fits, over = (from_yours(json.dumps("x" * size).encode()) for size in (28, 29))
+    assert (len(fits.body), len(over.body)) == (30, 31)
+    assert hook.send(over).status_code == 413
+    assert rig.durable() == NOTHING
+    assert hook.send(fits).status_code == 200
+    assert Hook(rig, yours(max_bytes=30), max_bytes=31).send(over).status_code == 200
+    assert Hook(rig, yours(max_bytes=31), max_bytes=30).send(over).status_code == 413
+
+
+def test_a_body_in_pieces_is_read_up_to_the_limit() -> None:
+    """A sender that never stops is answered 413 after the first pieces."""
+    app = fastapi.FastAPI()
+    webhook: Any = FRAMEWORK[True].webhook_endpoint(_nothing(), yours(max_bytes=30))
+    app.add_route("/hook", webhook, methods=["POST"])
+    pieces = 0
+
+    async def endless() -> Any:
+        nonlocal pieces
+        while pieces < 1000:
+            pieces += 1
+            yield b"x" * 10
+
+    async def send() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://hook") as client:
+            return (await client.post("/hook", content=endless(), headers=from_yours().headers)).status_code
+
+    assert asyncio.run(send()) == 413
+    assert pieces < 10
+
+
+@pytest.fixture(name="proxy")
+def proxy_fixture(driver: Driver, rig_on: RigOn) -> Any:
+    """A rig, and a line to its server that can be cut at COMMIT."""
+    rig = rig_on(driver)
+    with CutProxy(rig.outside.database.url()) as proxy:
+        yield rig, proxy
+
+
+@on_servers
+@pytest.mark.parametrize("cut", ["before", "after"])
+def test_a_commit_whose_outcome_is_unknown_is_503(driver: Driver, proxy: tuple[Rig, CutProxy], cut: Cut) -> None:
+    """The next request finds out, and the event is applied once in both cases."""
+    rig, line = proxy
+    with Rig(driver, rig.outside, url=line.through(rig.outside.database.url())) as through:
+        hook = Hook(through, yours(), retry=ONE_ATTEMPT)
+        line.cut_commit(cut)
+        answer = hook.send(from_yours())
+        assert (answer.status_code, answer.json()) == (503, {"outcome": "try again"})
+        assert rig.durable() == (ONCE if cut == "after" else NOTHING)
+        again = hook.send(from_yours())
+        assert again.json() == {"outcome": "duplicate" if cut == "after" else "applied"}
+    assert rig.durable() == ONCE
+
+
+@on_servers
+def test_a_database_that_is_down_is_503(driver: Driver, proxy: tuple[Rig, CutProxy]) -> None:
+    """The provider sends the event again."""
+    rig, line = proxy
+    with Rig(driver, rig.outside, url=line.through(rig.outside.database.url())) as through:
+        hook = Hook(through, yours(), retry=ONE_ATTEMPT)
+        line.__exit__(None, None, None)
+        assert hook.send(from_yours()).status_code == 503
+
+
+# Many senders, and the arguments --------------------------------------------------------------------------------------
+
+
+@everywhere
+def test_64_senders_of_one_event_change_the_read_model_once(driver: Driver, rig_on: RigOn) -> None:
+    """All at once: one is answered "applied", and nobody gets an error that the provider would show."""
+    hook = Hook(rig_on(driver, connect_args={"timeout": 30} if driver.engine == "sqlite" else {}), yours())
+    answers = hook.send_all([from_yours()] * SENDERS)
+    outcomes = sorted(each.json()["outcome"] for each in answers)
+    assert outcomes == ["applied"] + ["duplicate"] * (SENDERS - 1)
+    assert {each.status_code for each in answers} == {200}
+    hook.rig.assert_settled(ONCE)
+
+
+@everywhere
+def test_a_source_keeps_the_ids_of_two_providers_apart(driver: Driver, rig_on: RigOn) -> None:
+    """The same id of two sources is two events."""
+    rig = rig_on(driver)
+    hooks = [Hook(rig, yours(), source=source) for source in (None, "billing", "billing")]
+    assert [hook.send(from_yours()).json()["outcome"] for hook in hooks] == ["applied", "applied", "duplicate"]
+    assert rig.durable() == Durable(2, 2)
+    assert sorted(each for each, _ in hooks[0].rows()) == ["7", "7:billing1:7"]
+
+
+def test_fastapi_runs_a_dispatcher_without_asyncio_in_threads(rig_on: RigOn) -> None:
+    """An application with a synchronous engine has the same webhook."""
+    (driver,) = [each for each in SMALL if not each.is_async]
+    rig = rig_on(driver)
+    app = fastapi.FastAPI()
+    dispatcher: Any = _dispatcher(rig.factory, lambda _event, session: add(session), "push")
+    app.add_route("/hook", FRAMEWORK[True].webhook_endpoint(dispatcher, github(SECRET)), methods=["POST"])
+
+    async def send() -> list[Any]:
+        sent = from_github()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://hook") as client:
+            return [(await client.post("/hook", content=sent.body, headers=sent.headers)).json() for _ in range(2)]
+
+    assert asyncio.run(send()) == [{"outcome": "applied"}, {"outcome": "duplicate"}]
+    assert rig.durable() == ONCE
+
+
+def test_the_converter_gets_the_parts_of_the_request(rig_on: RigOn) -> None:
+    """The body, the id, the type, the time, and the headers with names in lower case."""
+    (driver,) = [each for each in SMALL if not each.is_async]
+    rig, got = rig_on(driver), []
+
+    def convert(incoming: Any) -> Message:
+        got.append(incoming)
+        return Message("another", {}, "added")
+
+    dispatcher = _dispatcher(rig.factory, lambda _event, session: add(session), "added")
+    webhook = Webhook(dispatcher, stripe(SECRET), convert)
+    sent = from_stripe()
+    assert webhook.deliver(sent.body, sent.headers).status == 200
+    (incoming,) = got
+    assert (incoming.body, incoming.message_id, incoming.type) == (sent.body, IDS["stripe"], "invoice.paid")
+    assert incoming.occurred_at == int(OCCURRED.timestamp())
+    assert incoming.headers["stripe-signature"] == sent.headers["Stripe-Signature"]
+    assert rig.outside.execute("select message_id from processed_message") == [("another",)]
+
+
+@pytest.mark.parametrize("answer", [False, None, 1, "yes"])
+def test_only_true_verifies_a_request(answer: Any) -> None:
+    """A function that forgets to return, or returns what is only like True, lets nobody in."""
+    provider = Provider("yours", lambda _body, _headers: answer, id="X-Id")
+    assert Webhook(_nothing(), provider).deliver(b"{}", {"X-Id": "1"}).status == 401
+
+
+def _nothing() -> Dispatcher:
+    """A dispatcher that is never asked to deliver."""
+    return Dispatcher(sessionmaker(create_engine("sqlite://")), handler_of(None, lambda _e, _s: None, "none"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error"),
+    [
+        ((object(), yours()), {}, HandlerDefinitionError),
+        ((_nothing(), github), {}, TypeError),
+        ((_nothing(), yours()), {"max_bytes": 0}, ValueError),
+        ((_nothing(), yours()), {"max_bytes": True}, ValueError),
+        ((_nothing(), yours()), {"source": 7}, TypeError),
+        ((_nothing(), yours(), dict), {}, ValueError),
+    ],
+)
+def test_a_wrong_argument_is_refused(arguments: Any, options: Any, error: type[Exception]) -> None:
+    """At start-up, and by name."""
+    with pytest.raises(error):
+        Webhook(*arguments, **options)
+
+
+@given(body=st.binary(max_size=200), headers=st.dictionaries(st.text(max_size=30), st.text(max_size=60), max_size=4))
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_garbage_is_answered_401(provider: str, body: bytes, headers: dict[str, str]) -> None:
+    """Whatever a stranger sends: no error leaves the webhook."""
+    logging.getLogger("projector_dedup.consumers").setLevel(logging.CRITICAL)
+    webhook = Webhook(_nothing(), PROVIDERS[provider](SECRET))
+    named = {name: value for name, value in SENT[provider]().headers.items() if name.lower() != "content-type"}
+    for each in (headers, {**named, **headers}, dict(zip(named, headers.values(), strict=False))):
+        assert webhook.deliver(body, each).status == 401
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "webhooks.md").read_text(encoding="utf-8")
+SECRETS = {"STRIPE_SECRET": "whsec_test", "GITHUB_SECRET": "test"}
+
+
+def blocks(language: str) -> list[str]:
+    """The blocks of the page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.skipif(not (shutil.which("curl") and shutil.which("openssl")), reason="the page needs curl and openssl")
+def test_the_page_typed_from_top_to_bottom(tmp_path: Path) -> None:
+    """The program receives what the shell sends, prints what the page shows, and passes its test."""
+    program, test, *_ = blocks("python")
+    (tmp_path / "webhooks.py").write_text(program, encoding="utf-8")
+    environment = {**os.environ, **SECRETS}
+    port = free_port()
+    with serving("webhooks:app", port, tmp_path, environment):
+        (shell,), (shown,) = blocks("bash"), blocks("text")
+        sent = subprocess.run(
+            ["bash", "-c", shell.replace("localhost:8000", f"127.0.0.1:{port}")],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert sent.stdout == shown
+    with contextlib.closing(sqlite3.connect(tmp_path / "webhooks.db")) as connection:
+        assert connection.execute("select * from revenue").fetchall() == [("cus_1", 3000)]
+        assert connection.execute("select * from pushes").fetchall() == [("ann/shop", 1)]
+    (tmp_path / "test_webhooks.py").write_text(test.replace("expected=", "schedules=2, expected="), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done.stdout
