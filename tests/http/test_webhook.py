@@ -307,6 +307,14 @@ def test_a_request_that_is_not_verified_is_401(
     assert hook.send(SENT[provider]()).status_code == 200
 
 
+def test_a_signature_of_the_providers_documentation_is_verified() -> None:
+    """GitHub's page "Validating webhook deliveries" has a secret, a body and their signature."""
+    signature = "sha256=757107ea0eb2509fc211221cce984b8a37570b6d7586c22c46f4379c8b043e17"
+    verify = github("It's a Secret to Everybody").verify
+    assert verify(b"Hello, World!", {"x-hub-signature-256": signature})
+    assert not verify(b"Hello, World?", {"x-hub-signature-256": signature})
+
+
 @pytest.mark.parametrize("provider", ["standard_webhooks", "stripe"])
 @in_each_framework
 def test_a_request_that_was_signed_long_ago_is_401(driver: Driver, provider: str, rig_on: RigOn) -> None:
