@@ -1,6 +1,6 @@
 """`make servers`: the tests of MariaDB and PostgreSQL, on servers of other makers and versions.
 
-    make servers                                # on every server; an hour or more
+    make servers                                # on every server; ten minutes to an hour
     make servers ARGS="mysql postgresql-16"     # on these
     make servers ARGS="mysql --tests commands"  # some of the tests, and the page stays as it is
     make servers ARGS=--today                   # the contract on one, chosen by the date: a part of `make nightly`
