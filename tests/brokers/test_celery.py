@@ -1,6 +1,8 @@
 """Celery on RabbitMQ: acknowledged after the commit, retried after the delay, put aside with a reason, replayed."""
 
 import os
+import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from kombu.serialization import dumps, loads
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.orm import Session, sessionmaker
 
+from brokers import broker
 from celery_rig import TASK, CeleryQueue, celery_queue
 from consumer_rig import wait_for
 from databases import Database
@@ -150,6 +153,32 @@ def test_an_event_that_is_interrupted_comes_again(worker: Worker, tmp_path: Path
     worker.send(3, exits=str(tmp_path / "exit"))
     wait_for(lambda: set(worker.seen()) == {0, 1, 2, 3} or worker.queue.dead() != [], "the three events", 100)
     assert worker.queue.dead() == []
+
+
+def test_a_worker_on_redis_refuses_to_start(tmp_path: Path) -> None:
+    """It ends with a code that is not 0, and its log names the task, Redis and RabbitMQ; it has taken no message."""
+    queue = f"projector-dedup-test-{secrets.token_hex(6)}"
+    url = broker("redis")
+    publisher = celery.Celery("publisher", broker=url, set_as_current=False)
+    publisher.send_task(TASK, [{"type": "see", "number": 1}], {"message_id": "m1"}, queue=queue)
+    environment = {
+        **os.environ,
+        "AMQP_URL": url,
+        "QUEUE": queue,
+        "FLIGHTS_DATABASE_URL": f"sqlite:///{tmp_path}/none.db",
+    }
+    command = [sys.executable, "-m", "celery", "-A", "celery_worker", "worker", "--pool", "solo", "-n", f"{queue}@%h"]
+    ended = subprocess.run(command, cwd=SUPPORT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        assert ended.returncode not in (0, -9), ended.stderr
+        (refused,) = re.findall(r"Unrecoverable error: RefusedError\((.*)\)", ended.stderr)
+        assert f"the task {TASK} needs RabbitMQ, and the broker of this worker is redis" in refused
+        with publisher.connection_for_read() as connection:
+            assert connection.default_channel.client.llen(queue) == 1
+    finally:
+        with publisher.connection_for_read() as connection:
+            connection.default_channel.client.delete(queue)
+        publisher.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
