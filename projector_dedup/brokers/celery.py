@@ -192,8 +192,8 @@ class SettledRequest(Request):  # type: ignore[misc]  # Celery has no types
 def strategy(task: Any, app: celery.Celery, consumer: Any) -> Callable[..., Any]:
     """Return the function that receives the task's messages. It publishes a dead letter where Celery would drop one.
 
-    Celery calls this function when a worker starts. Raises ``RefusedError``, which ends the worker, if its broker is not
-    RabbitMQ.
+    Celery calls this function when a worker starts. Raises ``RefusedError``, which ends the worker, if the broker is
+    not RabbitMQ.
     """
     broker = consumer.connection.transport.driver_type  # asked here: the settings may not be complete any earlier
     if broker != "amqp":
