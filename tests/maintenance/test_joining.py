@@ -85,10 +85,11 @@ class Running:
         make_tables(Base.metadata)
         self.database, self.outside = database, Outside(database)
         self.engine = create_engine(database.url(), pool_size=10)
-        self.of_old_code = create_engine(database.url(), poolclass=NullPool)
+        self.of_old_code = create_engine(database.url(), pool_size=10)
+        self.by_hand = create_engine(database.url(), poolclass=NullPool)
         if database.engine == "sqlite":
-            configure_sqlite(self.engine, busy_timeout=30)
-            configure_sqlite(self.of_old_code, busy_timeout=30)
+            for each in (self.engine, self.of_old_code, self.by_hand):
+                configure_sqlite(each, busy_timeout=30)
         Base.metadata.create_all(self.engine)
         with self.engine.begin() as connection:
             connection.execute(insert(Totals), [{"account_id": each, "amount": 0} for each in "ab"])
@@ -117,9 +118,9 @@ class Running:
             exec(compile(source, "joining.md", "exec"), self.names)
 
     def sql(self, block: str) -> list[Any]:
-        """Run a block of SQL as old code's administrator types it, and return the rows of its last statement."""
+        """Run a block of SQL as somebody types it, and return the rows of its last statement."""
         rows: list[Any] = []
-        with self.of_old_code.begin() as connection:
+        with self.by_hand.begin() as connection:
             for statement in self.statements(block):
                 result = connection.exec_driver_sql(statement)
                 rows = list(result) if result.returns_rows else []
@@ -193,6 +194,7 @@ class Running:
         """Hang up."""
         self.engine.dispose()
         self.of_old_code.dispose()
+        self.by_hand.dispose()
         self.outside.close()
 
 
@@ -444,10 +446,10 @@ def test_the_copy_does_not_lock_the_inbox(inbox: Running) -> None:
     copy = blocks(INBOX, "sql")[0]
     old = inbox_code(inbox)
     consume(payments(range(0, 20, 2)), old)
-    with inbox.of_old_code.connect() as connection:
+    with inbox.by_hand.connect() as connection:
         for statement in inbox.statements(copy):
             connection.exec_driver_sql(statement)
-        with inbox.of_old_code.begin() as other:
+        with inbox.by_hand.begin() as other:
             other.exec_driver_sql("SET SESSION innodb_lock_wait_timeout = 1")
             for each in payments(range(1, 21, 2)):
                 other.execute(text("INSERT INTO processed_events VALUES (:id)"), {"id": each.id})
