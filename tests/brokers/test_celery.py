@@ -188,7 +188,7 @@ def test_a_worker_on_redis_refuses_to_start(tmp_path: Path) -> None:
 # An existing task ---------------------------------------------------------------------------------------------------
 
 FAULTS = """
-import os, signal, sys
+import os, signal, sys, threading
 from pathlib import Path
 
 from kombu import Queue
@@ -212,9 +212,11 @@ def convert(incoming):
         raise Defer("not yet")
     if message.body.account_id == "lost" and is_first("lost"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if message.body.account_id == "slow" and is_first("slow"):
+        threading.Event().wait()  # until the soft time limit ends it
     return message
 """
-"""Put before the task of the page: a message that comes too early, and one whose first delivery kills the child."""
+"""Put before the task of the page: of some messages the first delivery is too early, kills the child, or hangs."""
 
 STARTED = """
 deliver = settling.deliver
@@ -244,7 +246,7 @@ def _existing_task(queue: str) -> str:
 
 
 def test_an_existing_task_that_delivers_in_its_body_is_exact(postgresql: Database, tmp_path: Path) -> None:
-    """Published twice, early, killed before and after the COMMIT, each payment counts once; poison is a dead letter.
+    """Published twice, early, slow, killed before and after COMMIT, each payment counts once; poison is a dead letter.
 
     The program is that of the page, with the page's task in the place of `delivering_task`.
     """
@@ -261,11 +263,12 @@ def test_an_existing_task_that_delivers_in_its_body_is_exact(postgresql: Databas
     publisher.conf.task_queues[0](channel).queue_declare()
 
     def send(*arguments: object) -> None:
-        publisher.send_task("payments.add", arguments, queue=name)
+        limits = {"soft_time_limit": 2, "time_limit": 30} if arguments[0] == "slow" else {}
+        publisher.send_task("payments.add", arguments, queue=name, **limits)
 
     accounts = ("a", "b", "early", "lost", "committed")
     identified = [(account, amount, f"p-{account}-{amount}") for amount in range(1, 6) for account in accounts]
-    without_id = [("early", 100), ("lost", 100), ("committed", 100)]
+    without_id = [("early", 100), ("lost", 100), ("committed", 100), ("slow", 100)]
     for each in [*without_id, *identified, *reversed(identified)]:
         send(*each)
     expected = Counter[str]()
@@ -288,19 +291,28 @@ def test_an_existing_task_that_delivers_in_its_body_is_exact(postgresql: Databas
 
     url = postgresql.url("postgresql+psycopg").render_as_string(hide_password=False)
     environment = {**os.environ, "AMQP_URL": broker("rabbitmq"), "DATABASE_URL": url}
-    worker = subprocess.Popen([sys.executable, "payments.py"], cwd=tmp_path, env=environment)
+
+    def work() -> None:
+        worker = subprocess.Popen([sys.executable, "payments.py"], cwd=tmp_path, env=environment)
+        try:
+            wait_for(lambda: totals() == expected and waiting(dead.name) == 2, "every payment", 50)
+            worker.terminate()
+            assert worker.wait(60) == 0
+        finally:
+            worker.kill()
+            worker.wait()
+
     try:
-        wait_for(lambda: totals() == expected and waiting(dead.name) == 2, "every payment", 100)
-        worker.terminate()
-        assert worker.wait(60) == 0
+        work()
+        send("b", 1, "p-last")  # behind the redeliveries that the worker had not begun when it was stopped
+        expected["b"] += 1
+        work()
         assert totals() == expected
         assert (waiting(name), waiting(dead.name)) == (0, 2)
         assert replay(publisher, name) == 2
         assert (waiting(name), waiting(dead.name)) == (2, 0)
-        assert {each.name for each in tmp_path.iterdir()} >= {"early", "lost", "committed"}
+        assert {each.name for each in tmp_path.iterdir()} >= {"early", "lost", "committed", "slow"}
     finally:
-        worker.kill()
-        worker.wait()
         engine.dispose()
         for created in (name, dead.name):
             channel.queue_delete(created)
