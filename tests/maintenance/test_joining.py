@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -430,6 +430,19 @@ def test_a_second_handler_finds_the_id_of_the_first(inbox: Running) -> None:
     assert inbox.new(Dispatcher(inbox.factory, first(), second()))(sent[0])
     assert inbox.markers() == inbox.markers("account-totals.second") == 1
     assert inbox.totals() == total(sent)
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_a_source_makes_other_ids_than_those_of_the_inbox(inbox: Running) -> None:
+    """With `source=`, a message that the old code has applied is applied again after the third step."""
+    sent = payments([2])
+    consume(sent, inbox_code(inbox))
+    inbox.sql(blocks(INBOX, "sql")[0])
+    newer = Dispatcher(inbox.factory, inbox.account_totals()())
+    assert inbox.new(newer)(sent[0])
+    assert inbox.totals() == total(sent)
+    assert inbox.new(newer, lambda incoming: replace(json_event(incoming), source="payments"))(sent[0])
+    assert inbox.totals() == total(sent * 2)
 
 
 def test_cleanup_keeps_the_markers_that_were_copied(inbox: Running) -> None:
