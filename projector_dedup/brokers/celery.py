@@ -25,7 +25,7 @@ with needs("celery"):
     from kombu.exceptions import ContentDisallowed, DecodeError
 
 from ..dispatcher import Dispatcher
-from ..errors import InvalidMessageIdError
+from ..errors import InvalidMessageIdError, RefusedError
 from ..inherited import leave_to_parent
 from ..message import Message, logger_of, printable
 from ..verdict import Action, verdict_of
@@ -72,6 +72,8 @@ def delivering_task(
     limit. The library retries a task after a delay. It publishes a rejected event, and a message that Celery cannot
     read, to ``<queue>.dead``, with the error in the header ``x-rejected-for``. The other options are
     ``SettlingOptions``. Each child process of a worker opens its own database connections.
+
+    The broker must be RabbitMQ. With another broker, the worker ends at its start, and logs a ``RefusedError``.
     """
     # Raises here, not in a worker.
     settling = new_settling(delivering_task, dispatcher, convert or json_event, options, broker="celery")
@@ -188,7 +190,18 @@ class SettledRequest(Request):  # type: ignore[misc]  # Celery has no types
 
 
 def strategy(task: Any, app: celery.Celery, consumer: Any) -> Callable[..., Any]:
-    """Return the function that receives the task's messages. It publishes a dead letter where Celery would drop one."""
+    """Return the function that receives the task's messages. It publishes a dead letter where Celery would drop one.
+
+    Celery calls this function when a worker starts. Raises ``RefusedError``, which ends the worker, if the broker is
+    not RabbitMQ.
+    """
+    broker = consumer.connection.transport.driver_type  # asked here: the settings may not be complete any earlier
+    if broker != "amqp":
+        raise RefusedError(
+            f"the task {task.name} needs RabbitMQ, and the broker of this worker is {broker}, which does not confirm "
+            'what is published: a retry or a dead letter could be lost; set broker_url="amqp://...". Without Celery, '
+            "projector_dedup.brokers has consumers for other brokers"
+        )
     receive = default(task, app, consumer)
 
     def receive_or_reject(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:

@@ -1,8 +1,11 @@
 """Celery on RabbitMQ: acknowledged after the commit, retried after the delay, put aside with a reason, replayed."""
 
 import os
+import re
+import secrets
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,16 +15,18 @@ from typing import Any
 from uuid import UUID
 
 import celery
+import kombu
 import pytest
 from kombu.serialization import dumps, loads
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.orm import Session, sessionmaker
 
+from brokers import broker
 from celery_rig import TASK, CeleryQueue, celery_queue
 from consumer_rig import wait_for
 from databases import Database
 from projector_dedup import Defer, Dispatcher, on, projector
-from projector_dedup.brokers.celery import delivering_task
+from projector_dedup.brokers.celery import delivering_task, replay
 from projector_dedup.brokers.typed_events import into
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +155,169 @@ def test_an_event_that_is_interrupted_comes_again(worker: Worker, tmp_path: Path
     worker.send(3, exits=str(tmp_path / "exit"))
     wait_for(lambda: set(worker.seen()) == {0, 1, 2, 3} or worker.queue.dead() != [], "the three events", 100)
     assert worker.queue.dead() == []
+
+
+def test_a_worker_on_redis_refuses_to_start(tmp_path: Path) -> None:
+    """It ends with a code that is not 0, and its log names the task, Redis and RabbitMQ; it has taken no message."""
+    queue = f"projector-dedup-test-{secrets.token_hex(6)}"
+    url = broker("redis")
+    publisher = celery.Celery("publisher", broker=url, set_as_current=False)
+    publisher.send_task(TASK, [{"type": "see", "number": 1}], {"message_id": "m1"}, queue=queue)
+    environment = {
+        **os.environ,
+        "AMQP_URL": url,
+        "QUEUE": queue,
+        "FLIGHTS_DATABASE_URL": f"sqlite:///{tmp_path}/none.db",
+    }
+    command = [sys.executable, "-m", "celery", "-A", "celery_worker", "worker", "--pool", "solo", "-n", f"{queue}@%h"]
+    ended = subprocess.run(
+        command, cwd=SUPPORT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    try:
+        assert ended.returncode not in (0, -9), ended.stderr
+        (refused,) = re.findall(r"Unrecoverable error: RefusedError\((.*)\)", ended.stderr)
+        assert f"the task {TASK} needs RabbitMQ, and the broker of this worker is redis" in refused
+        with publisher.connection_for_read() as connection:
+            assert connection.default_channel.client.llen(queue) == 1
+    finally:
+        with publisher.connection_for_read() as connection:
+            connection.default_channel.client.delete(queue)
+        publisher.close()
+
+
+# An existing task ---------------------------------------------------------------------------------------------------
+
+FAULTS = """
+import os, signal, sys, threading
+from pathlib import Path
+
+from kombu import Queue
+from projector_dedup import Defer
+
+
+def is_first(name):
+    try:
+        Path(name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+page_convert = convert
+
+
+def convert(incoming):
+    message = page_convert(incoming)
+    if message.body.account_id == "early" and is_first("early"):
+        raise Defer("not yet")
+    if message.body.account_id == "lost" and is_first("lost"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if message.body.account_id == "slow" and is_first("slow"):
+        threading.Event().wait()  # until the soft time limit ends it
+    return message
+"""
+"""Put before the task of the page: of some messages the first delivery is too early, kills the child, or hangs."""
+
+STARTED = """
+deliver = settling.deliver
+
+
+def deliver_and_die(incoming):
+    settled = deliver(incoming)
+    if b'"committed"' in incoming.body and is_first("committed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return settled
+
+
+settling.deliver = deliver_and_die
+to_the_dead = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": f"{QUEUE}.dead"}
+app.conf.task_queues = [Queue(QUEUE, routing_key=QUEUE, queue_arguments=to_the_dead)]
+app.worker_main(["worker", "-n", f"{os.getpid()}@%h", "--concurrency", "2", "--without-mingle", "--without-gossip"])
+"""
+"""Put behind it: one that kills the child after the COMMIT. The dead letters are a policy's on the page."""
+
+
+def _existing_task(queue: str) -> str:
+    page = (ROOT / "docs" / "consumers" / "celery.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"<!-- an existing task -->\n```python\n(.*?)```", page, re.DOTALL)
+    program = (ROOT / "examples" / "consumers" / "with_celery.py").read_text(encoding="utf-8")
+    before = program.partition("add_payment = delivering_task(")[0]
+    return "\n".join([before, f"QUEUE = {queue!r}", FAULTS, shown, STARTED])
+
+
+def test_an_existing_task_that_delivers_in_its_body_is_exact(postgresql: Database, tmp_path: Path) -> None:
+    """Published twice, early, slow, killed before and after COMMIT, each payment counts once; poison is a dead letter.
+
+    The program is that of the page, with the page's task in the place of `delivering_task`.
+    """
+    name = f"projector-dedup-test-{secrets.token_hex(6)}"
+    (tmp_path / "payments.py").write_text(_existing_task(name), encoding="utf-8")
+    publisher = celery.Celery("publisher", broker=broker("rabbitmq"), set_as_current=False)
+    publisher.conf.broker_transport_options = {"confirm_publish": True}
+    connection = publisher.connection_for_write()
+    channel = connection.default_channel
+    dead = kombu.Queue(f"{name}.dead", routing_key=f"{name}.dead", durable=True)(channel)
+    dead.queue_declare()
+    to_the_dead = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": dead.name}
+    publisher.conf.task_queues = [kombu.Queue(name, routing_key=name, queue_arguments=to_the_dead)]
+    publisher.conf.task_queues[0](channel).queue_declare()
+
+    def send(*arguments: object) -> None:
+        limits = {"soft_time_limit": 2, "time_limit": 30} if arguments[0] == "slow" else {}
+        publisher.send_task("payments.add", arguments, queue=name, **limits)
+
+    accounts = ("a", "b", "early", "lost", "committed")
+    identified = [(account, amount, f"p-{account}-{amount}") for amount in range(1, 6) for account in accounts]
+    without_id = [("early", 100), ("lost", 100), ("committed", 100), ("slow", 100)]
+    for each in [*without_id, *identified, *reversed(identified)]:
+        send(*each)
+    expected = Counter[str]()
+    for account, amount in [*without_id, *((account, amount) for account, amount, _ in identified)]:
+        expected[account] += amount
+    send("a", "many", "p-poison")
+    send("a")  # wrong arguments
+    engine = create_engine(postgresql.url())
+
+    def totals() -> dict[str, int]:
+        if not inspect(engine).has_table("totals"):
+            return {}
+        with engine.connect() as reading:
+            return {
+                row.account_id: row.amount for row in reading.execute(text("SELECT account_id, amount FROM totals"))
+            }
+
+    def waiting(queue: str) -> int:
+        return int(channel.queue_declare(queue, passive=True).message_count)
+
+    url = postgresql.url("postgresql+psycopg").render_as_string(hide_password=False)
+    environment = {**os.environ, "AMQP_URL": broker("rabbitmq"), "DATABASE_URL": url}
+
+    def work() -> None:
+        worker = subprocess.Popen([sys.executable, "payments.py"], cwd=tmp_path, env=environment)
+        try:
+            wait_for(lambda: totals() == expected and waiting(dead.name) == 2, "every payment", 50)
+            worker.terminate()
+            assert worker.wait(60) == 0
+        finally:
+            worker.kill()
+            worker.wait()
+
+    try:
+        work()
+        send("b", 1, "p-last")  # behind the redeliveries that the worker had not begun when it was stopped
+        expected["b"] += 1
+        work()
+        assert totals() == expected
+        assert (waiting(name), waiting(dead.name)) == (0, 2)
+        assert replay(publisher, name) == 2
+        assert (waiting(name), waiting(dead.name)) == (2, 0)
+        assert {each.name for each in tmp_path.iterdir()} >= {"early", "lost", "committed", "slow"}
+    finally:
+        engine.dispose()
+        for created in (name, dead.name):
+            channel.queue_delete(created)
+        connection.release()
+        publisher.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
