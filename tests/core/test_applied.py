@@ -22,7 +22,7 @@ from cancellation import CancelledAtAwait, assert_others_can_write
 from databases import Database, Driver, each_driver, until
 from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, make_tables, on, projector
 from projector_dedup.building import building
-from projector_dedup.dialects.sqlite import configure_sqlite
+from projector_dedup.dialects import configure_sqlite
 from projector_dedup.errors import (
     DeliveryFailed,
     HandlerDefinitionError,
@@ -178,6 +178,7 @@ def test_a_look_beside_a_writer_in_wal_mode(driver: Driver, sqlite: Database) ->
     with Rig(driver, Outside(sqlite)) as rig:
         configure_sqlite(rig.engine)
         dispatcher = totals_of(rig)
+        assert not looked(rig, dispatcher)  # chooses the mode
         with held_delivery(rig):
             assert not looked(rig, dispatcher)
             assert rig.outside.execute("pragma journal_mode") == [("wal",)]
