@@ -13,6 +13,7 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import greenlet_spawn
 
+from .applied import Named, names_to_find, valid_timeout, wait_until_applied
 from .asyncio_names import async_sessionmaker
 from .batch import NOT_TRIED, Result, deliver_batch
 from .building import handlers_of_all, may_fail, report_failure
@@ -47,6 +48,7 @@ from .message import (
     known_id,
     printable,
     route_of,
+    stored_id,
 )
 from .observer import Observer, Observing
 from .options import NamedInErrors, RetryPolicy, UnitOptions, check_session_factory
@@ -278,6 +280,10 @@ class BaseDispatcher(NamedInErrors, Generic[F]):
                 stopped = in_order
         return batch
 
+    def _applied(self, message_id: object, by: Named | Sequence[Named], timeout: object, source: object) -> bool:
+        wanted, stored, wait = names_to_find(self.handlers, by), stored_id(message_id, source), valid_timeout(timeout)
+        return wait_until_applied(self.session_factory, self.tables, self._waiting, stored, wanted, wait)
+
 
 class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
     """Delivers each message to the handlers of its projectors. Each handler runs in its own transaction.
@@ -338,6 +344,38 @@ class Dispatcher(BaseDispatcher[sessionmaker[Any]]):
         """
         return self._deliver_batch(events, in_order)
 
+    def applied(
+        self,
+        message_id: str | UUID,
+        *,
+        by: Named | Sequence[Named],
+        timeout: float = 2.0,
+        source: str | None = None,
+    ) -> bool:
+        """Wait until handlers of this dispatcher have applied a message, so that a client can read its own writes.
+
+        - ``by``: the handlers to wait for, one entry or a list: a projector class, a function projector, the name of a
+          projector, or the identity of a handler. The name of a projector stands for that of its handlers which takes
+          the message. The dispatcher waits until every entry has applied the message.
+        - ``timeout``: the longest wait in seconds. With 0 the dispatcher looks once. The wait for a connection and the
+          SELECT itself are not part of it.
+        - ``source``: the source of the id, if the consumer that delivers the message has one.
+
+        Returns True if the message has a committed marker of every entry, under a present or a former name. Returns
+        False if no such marker was seen: the message is not delivered yet, has failed, was skipped, is a dead letter,
+        or its marker is older than the retention and was deleted.
+
+        The dispatcher looks on the engine of its session factory. On the engine of a replica, True means that this
+        replica shows the message's writes. The dispatcher looks after growing pauses of at most 0.25 seconds, and holds
+        no connection between two looks.
+
+        Raises ``HandlerDefinitionError`` for a wrong ``by``: a handler that the dispatcher does not have, a handler
+        without markers, or a projector of which several handlers may take one message. Raises
+        ``InvalidMessageIdError``, ``ValueError`` or ``TypeError`` for another wrong argument, ``UnsafeSessionError``
+        inside a handler, ``MissingTableError``, or the database's error.
+        """
+        return self._applied(message_id, by, timeout, source)
+
 
 class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
     """Delivers each message to ``async def`` handlers. Each handler runs in its own transaction.
@@ -361,6 +399,20 @@ class AsyncDispatcher(BaseDispatcher[async_sessionmaker[Any]]):
         The arguments, the result and the errors are those of ``Dispatcher.deliver_batch``.
         """
         return await greenlet_spawn(self._deliver_batch, events, in_order)
+
+    async def applied(
+        self,
+        message_id: str | UUID,
+        *,
+        by: Named | Sequence[Named],
+        timeout: float = 2.0,  # noqa: ASYNC109  # as in Dispatcher: the result is False, not TimeoutError
+        source: str | None = None,
+    ) -> bool:
+        """Wait until handlers of this dispatcher have applied a message, so that a client can read its own writes.
+
+        The arguments, the result and the errors are those of ``Dispatcher.applied``. You can cancel it at any time.
+        """
+        return await greenlet_spawn(self._applied, message_id, by, timeout, source)
 
 
 def _shown(route: Route) -> str:

@@ -131,7 +131,7 @@ def handlers_of(target: Any) -> list[Handler]:
     }
     if not marked:
         raise HandlerDefinitionError(f"{cls.__qualname__} has no handler; decorate its methods with @on(Event)")
-    owner = settings.name or f"{cls.__module__}.{cls.__qualname__}"
+    owner = owner_of(cls)
     _refuse_identities(owner, settings.formerly, {part for name, on in marked.items() for part in (name, on.name)})
     owners, pinned = [owner, *settings.formerly], is_pinned(cls, settings)
     return [
@@ -146,6 +146,12 @@ def handlers_of(target: Any) -> list[Handler]:
         )
         for name, on in marked.items()
     ]
+
+
+def owner_of(cls: type[Any]) -> str:
+    """Return the name of a projector class. A class that inherits from one has a name of its own."""
+    own: Settings | None = vars(cls).get(PROJECTOR)
+    return (own.name if own is not None else None) or f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _inherited(on: On, base: type[Any], cls: type[Any]) -> On:
@@ -300,6 +306,11 @@ def check_result(identity: str, result: object, *, asynchronous: bool) -> None:
     )
 
 
+def may_share_messages(one: Handler, other: Handler) -> bool:
+    """True if there may be a message that both handlers take."""
+    return not set(one.on.routes).isdisjoint(other.on.routes) or one.on.subclasses or other.on.subclasses
+
+
 def refuse_shared_names(one: Handler, other: Handler) -> None:
     """Raise ``HandlerDefinitionError`` if two handlers claim the same message under the same name.
 
@@ -308,8 +319,8 @@ def refuse_shared_names(one: Handler, other: Handler) -> None:
     shared = one.names & other.names
     if not (shared and one.idempotent and other.idempotent):
         return
-    if set(one.on.routes).isdisjoint(other.on.routes) and not (one.on.subclasses or other.on.subclasses):
-        return  # one handler was split by event, so no message has both as handlers
+    if not may_share_messages(one, other):
+        return  # one handler was split by event
     raise HandlerDefinitionError(
         f"{one.identity} and {other.identity} both claim messages under the name {min(shared)}, so each would skip the "
         "messages that the other applied; write it only in the formerly=[...] of the one that continues its read model"

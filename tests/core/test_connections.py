@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from cut_proxy import CutProxy
 from databases import DRIVERS, SERVERS, Database, Driver, each_driver, mariadb_database
 from private_mariadb import NotInstalledError, private_mariadb
-from projector_dedup import Dispatcher, Message, Outcome, on, projector
+from projector_dedup import AsyncDispatcher, Dispatcher, Message, Outcome, on, projector
 from projector_dedup.closing import connected
 from projector_dedup.dialects.postgresql import Psycopg
 from projector_dedup.errors import CleanupInterruptedError, RetriesExhaustedError, UnsafeSessionError
@@ -25,7 +25,7 @@ from projector_dedup.maintenance.running import run_with_retries
 from projector_dedup.options import RetryPolicy
 from projector_dedup.unit_of_work import UnitOfWork
 from reached import reached
-from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, RigOn, add, create_tables
+from rig import NOTHING, ONCE, Counting, Durable, Outside, Rig, RigOn, add, create_tables, handler_of
 
 FEW = RetryPolicy(attempts=2, base=0)
 AT_ONCE = RetryPolicy(base=0)
@@ -190,6 +190,22 @@ def test_a_connection_of_ours_is_given_back(driver: Driver, refusing: Refusing) 
             _read(rig)
             assert checked_out(rig) == 0
     rig.assert_nothing_is_left()
+
+
+@each_driver(*SERVERS)
+def test_a_look_loses_no_connection(driver: Driver, refusing: Refusing) -> None:
+    """``applied`` has its answer before the ROLLBACK that is refused, and asks on another connection the next time."""
+    rig, proxy = refusing(driver)
+    rig.deliver(add)
+    kind: Any = AsyncDispatcher if driver.is_async else Dispatcher
+    dispatcher = kind(rig.factory, handler_of(rig.factory, lambda _event, _session: None, "totals"))
+    assert rig.result(dispatcher.applied("m-1", by="totals"))
+    with proxy.refusing("rollback"):
+        for _ in range(1 if driver.engine == "postgresql" else 3):
+            assert rig.result(dispatcher.applied("m-1", by="totals"))
+            assert checked_out(rig) == 0
+    assert rig.result(dispatcher.applied("m-1", by="totals"))
+    rig.assert_settled(ONCE)
 
 
 def _nothing(_session: Session) -> None:

@@ -371,3 +371,21 @@ def test_what_was_acknowledged_is_there_after_a_promotion(primary: Primary, harn
             for message_id in messages:
                 promoted.deliver(promoted.dispatcher(), message_id=message_id)
             assert promoted.totals() == {"a": len(messages)}
+
+
+def test_a_replica_answers_for_itself(primary: Primary, harness: Harness) -> None:
+    """``applied`` on the engine of a standby is True when the standby shows the writes, and False before that."""
+    dispatcher = harness.dispatcher()
+    with (
+        standby_of(primary) as standby,
+        Harness(Subject(make_url(standby.url).set(drivername="postgresql+psycopg"))) as replica,
+    ):
+        looking = replica.dispatcher()
+        harness.deliver(dispatcher)
+        assert looking.applied("m1", by=NEW, timeout=PATIENCE)
+        assert replica.totals() == {"a": 1}
+        standby.fall_behind()
+        harness.deliver(dispatcher, message_id="m2")
+        assert dispatcher.applied("m2", by=NEW, timeout=0)
+        assert not looking.applied("m2", by=NEW, timeout=0.1)
+        assert replica.totals() == {"a": 1}

@@ -26,7 +26,7 @@ TIERS: dict[str, set[str]] = {  # a file or package imports its own tier and tho
     "the transaction": {"options", "guard", "reentry", "markers", "late", "bodies", "read_models", "opening"},
     "delivering": {
         *("handler", "building", "waiting", "retry", "unit_of_work", "own_event", "delivery", "batch"),
-        *("observer", "projector", "dispatcher", "verdict"),
+        *("observer", "projector", "applied", "dispatcher", "verdict"),
     },
     "the public names": {"__init__"},
     "wings": {"commands", "effects", "brokers", "http", "maintenance", "metrics", "rebuild", "testing"},

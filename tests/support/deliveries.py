@@ -79,6 +79,13 @@ def one(
     return deliver
 
 
+def look(harness: Harness, name: str) -> Deliver:
+    """No delivery: one look of ``applied`` for a message that was delivered before."""
+    dispatcher = harness.dispatcher(harness.handler(add_or_fail, name))
+    harness.deliver(dispatcher, Message("known", Added(("row 0",))), None)
+    return lambda *_: harness.run(dispatcher.applied, "known", by=name, timeout=0)
+
+
 def stream(harness: Harness, name: str) -> Deliver:
     """Ten new messages and a redelivery, all one by one: what a redelivery costs those that follow it."""
     new, again = one(harness, name), one(harness, f"{name} again", known=True)
@@ -175,6 +182,7 @@ WAYS: dict[str, Callable[[Harness, str], Deliver]] = {
     "batch, one fails": partial(many, fails=True),
     "batch=True, a loop": partial(many, body=add_each, batch=True),
     "batch=True, one UPDATE": partial(many, body=add_all, batch=True),
+    "a look of applied": look,
     "command": ask,
     "command, again": partial(ask, known=True),
     "command, claim_timeout": partial(ask, claim_timeout=1.0),
