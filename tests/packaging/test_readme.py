@@ -59,6 +59,7 @@ QUICK_START = _snippets("README.md")[0]
         ("docs/observing.md", [QUICK_START]),
         ("docs/handlers.md", [QUICK_START]),
         ("docs/concurrency.md", [QUICK_START]),
+        ("docs/stale-news.md", [QUICK_START]),
         ("docs/operations.md", [QUICK_START]),
         ("docs/tables.md", [QUICK_START]),
         ("docs/rebuild.md", [QUICK_START]),

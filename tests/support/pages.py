@@ -1,0 +1,28 @@
+"""The Python of a page, typed into one module."""
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def snippets(page: str) -> list[str]:
+    """Return the Python blocks of a page, which is named from the root of the repository."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def typed(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a module with the quick start of README and the blocks of a page, run in a folder."""
+    monkeypatch.chdir(folder)  # where the quick start makes its database
+    module: Any = ModuleType("typed")
+    monkeypatch.setitem(sys.modules, "typed", module)  # where SQLAlchemy and dataclasses look for annotations
+    for snippet in [snippets("README.md")[0], *snippets(page)]:
+        exec(compile(snippet, page, "exec"), vars(module))
+    module.engine.dispose()
+    return module
