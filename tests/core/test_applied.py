@@ -133,7 +133,8 @@ def held_delivery(rig: Rig) -> Iterator[tuple[Future[Any], Event]]:
     with ThreadPoolExecutor(1) as threads:
         try:
             delivery = threads.submit(Dispatcher(factory, handler_of(factory, holds, "totals")).deliver, added("m-1"))
-            assert has_written.wait(LONG)
+            until(lambda: has_written.is_set() or delivery.done())
+            assert has_written.is_set(), delivery.exception()
             yield delivery, may_commit
         finally:
             may_commit.set()
