@@ -134,6 +134,8 @@ def open_connection(
             )
         connection = _on_engine(session, bind, dialect, options, marked=marked, one=one)
     elif options.external:
+        if not bind.in_transaction():
+            bind.begin()  # otherwise the session begins the outer transaction, and commits it
         dialect.begin_around(bind, options.tables.marker if marked else None)
         connection = session.connection(bind_arguments={"bind": bind})
         dialect.refuse_unsafe(connection)

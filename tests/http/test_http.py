@@ -1,7 +1,6 @@
 """The Idempotency-Key header is read one way, and every error of a command has one answer."""
 
 import asyncio
-import re
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -13,6 +12,7 @@ import httpx
 import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from pages import snippets
 from projector_dedup import Defer
 from projector_dedup.commands import Handled, InvalidKeyError, KeyReusedError, Rejected, UnusableKeyError
 from projector_dedup.commands.fingerprint import digest
@@ -157,19 +157,13 @@ def test_an_answer_that_would_mislead_is_refused(wrong: dict[str, object]) -> No
         Answers(**wrong)  # type: ignore[arg-type]
 
 
-def snippets(page: str) -> list[str]:
-    """The Python of a page below docs/."""
-    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-
-
 def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each endpoint of docs/http.md is done once for each key, on what docs/commands.md defines."""
     monkeypatch.chdir(tmp_path)  # where docs/commands.md makes its shop.db, with 70 on alice's account
     user = SimpleNamespace(id="tenant-7")
     page: dict[str, Any] = {"__name__": "page"}
-    exec(snippets("commands.md")[0], page)
-    fastapi_handles, flask_handles, fastapi_records, _by_hand = snippets("http.md")
+    exec(snippets("docs/commands.md")[0], page)
+    fastapi_handles, flask_handles, fastapi_records, _by_hand = snippets("docs/http.md")
 
     page["app"] = flask.Flask("page")
     page["app"].before_request(lambda: setattr(flask.g, "user", user))

@@ -1,7 +1,6 @@
 """The endpoints of docs/read-your-writes.md wait for a message, and say by a header whether they have seen it."""
 
 import asyncio
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,12 +11,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import create_async_engine
 
-ROOT = Path(__file__).parents[2]
-
-
-def snippets(page: str) -> list[str]:
-    """The Python of a page."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+from pages import snippets
 
 
 @pytest.mark.parametrize("database", ["postgresql", "sqlite"], indirect=True)

@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 import projector_dedup
 from brokers import broker
 from databases import until
+from pages import snippets
 from projector_dedup import Defer, Dispatcher, on, projector
 from reached import reached
 
@@ -42,11 +43,7 @@ def _text(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def _snippets(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", _text(page), re.DOTALL | re.MULTILINE)
-
-
-QUICK_START = _snippets("README.md")[0]
+QUICK_START = snippets("README.md")[0]
 """The snippets of several pages continue where it ends."""
 
 
@@ -68,7 +65,7 @@ QUICK_START = _snippets("README.md")[0]
 def test_what_is_typed_prints_what_it_says(tmp_path: Path, page: str, before: list[str]) -> None:
     """Typed into a file and run, the snippets of a page print the values that their comments promise."""
     script = tmp_path / "typed.py"
-    script.write_text("\n".join([*before, *_snippets(page)]), encoding="utf-8")
+    script.write_text("\n".join([*before, *snippets(page)]), encoding="utf-8")
     run = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     promised = re.findall(r"print\(.*# (.+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
@@ -86,7 +83,7 @@ def test_the_quick_start_remembers(tmp_path: Path) -> None:
 def test_every_snippet_compiles() -> None:
     """No snippet of any page has a typing error of ours in it."""
     for page in PAGES:
-        for snippet in _snippets(page):
+        for snippet in snippets(page):
             compile(snippet, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
@@ -128,7 +125,7 @@ def consumer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
     module: Any = ModuleType("consumer")
     monkeypatch.setitem(sys.modules, "consumer", module)  # where SQLAlchemy and dataclasses look for annotations
-    for snippet in [QUICK_START, *_snippets("docs/guarantees.md")]:
+    for snippet in [QUICK_START, *snippets("docs/guarantees.md")]:
         exec(compile(snippet, "README.md", "exec"), vars(module))
 
     @projector(idempotent=True, name="consumer")
@@ -206,7 +203,7 @@ def test_the_consumer_survives_poison_on_rabbitmq(consumer: Any) -> None:
 def test_the_consumer_of_readme(tmp_path: Path) -> None:
     """As a program: of two deliveries of one payment it counts one, and what it cannot read is in the dead letters."""
     url, queue = broker("rabbitmq"), f"projector-dedup-test-{secrets.token_hex(6)}"
-    program = "\n".join(_snippets("README.md")).replace("amqp://guest:guest@localhost", url).replace("payments", queue)
+    program = "\n".join(snippets("README.md")).replace("amqp://guest:guest@localhost", url).replace("payments", queue)
     (tmp_path / "typed.py").write_text(program, encoding="utf-8")
     connection = pika.BlockingConnection(pika.URLParameters(url))
     channel, dead = connection.channel(), f"{queue}.dead"
