@@ -264,7 +264,7 @@ class Settling:
 
     def unread(self, error: BaseException) -> Settled:
         """Reject a message that the broker's client could not read."""
-        settled = Settled(Verdict(Action.REJECT, 0.0, error), _reason(error), "invalid_message")
+        settled = Settled(Verdict(Action.REJECT, 0.0, error), reason_of(error), "invalid_message")
         if self._observing is not None:
             self._observing.report_delivery("rejected", self._broker, settled.label, error=error)
         return settled
@@ -338,7 +338,7 @@ class Settling:
         verdict = replace(verdict, delay=min(verdict.delay, self.max_delay))
         if verdict.action is Action.ACKNOWLEDGE:  # of a command in convert: the event was not delivered
             verdict = replace(verdict, action=Action.REJECT)
-        settled = Settled(verdict, _reason(error), self._label(error, verdict, read=event is not _UNREAD))
+        settled = Settled(verdict, reason_of(error), self._label(error, verdict, read=event is not _UNREAD))
         found = self._id_of(incoming, event)
         if self._observing is not None:
             self._observing.report_delivery(
@@ -481,7 +481,7 @@ def _check_retry_later(classes: object, max_attempts: int | None) -> None:
         )
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the error's class, text and notes. A note says what to do before the message is delivered again."""
     try:
         parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()  # of several handlers

@@ -159,7 +159,8 @@ def webhook_endpoint(
     """Return a view that delivers the requests of a ``provider`` to a dispatcher, for a POST route.
 
     Write ``app.post("/webhooks/stripe")(webhook_endpoint(dispatcher, stripe(secret)))``. The view has the name of the
-    provider. The arguments, the answers and the errors are those of ``projector_dedup.http.webhook.Webhook``.
+    provider; give a second one of the same provider another name, with ``endpoint=``. The arguments, the answers and
+    the errors are those of ``projector_dedup.http.webhook.Webhook``.
     An ``AsyncDispatcher`` raises ``HandlerDefinitionError``.
     """
     webhook = Webhook(dispatcher, provider, convert, source=source, max_bytes=max_bytes)
@@ -169,10 +170,10 @@ def webhook_endpoint(
         )
 
     def receive_webhook() -> Response:
-        reply = webhook.deliver(_body(webhook.max_bytes), dict(request.headers))
+        reply = webhook.deliver(_body(webhook.max_bytes), request.headers.items())
         return Response(reply.body, reply.status, dict(reply.headers), mimetype="application/json")
 
-    receive_webhook.__name__ = f"webhook of {provider.name}"  # Flask wants one name for each view
+    receive_webhook.__name__ = provider.name.replace(".", "-")  # Flask wants one name for each view, without a dot
     return receive_webhook
 
 

@@ -185,11 +185,11 @@ def webhook_endpoint(
     webhook = Webhook(dispatcher, provider, convert, source=source, max_bytes=max_bytes)
 
     async def receive_webhook(request: Request) -> Response:
-        body = await _body(request, webhook.max_bytes)
+        body, headers = await _body(request, webhook.max_bytes), request.headers.items()
         if webhook.asynchronous:
-            reply = await webhook.adeliver(body, request.headers)
+            reply = await webhook.adeliver(body, headers)
         else:
-            reply = await run_in_threadpool(webhook.deliver, body, request.headers)
+            reply = await run_in_threadpool(webhook.deliver, body, headers)
         return Response(reply.body, reply.status, dict(reply.headers), "application/json")
 
     return receive_webhook

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from sqlalchemy.util import greenlet_spawn
 
 from ..brokers.incoming import Convert, Incoming, json_event, json_of
-from ..brokers.settling import Settled, Settling
+from ..brokers.settling import Settled, Settling, reason_of
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import HandlerDefinitionError, InvalidMessageError
 from ..extras import needs
@@ -34,6 +34,8 @@ TOLERANCE = 300  # seconds by which a signed time may differ from this machine's
 MEBIBYTE = 1 << 20
 
 T = TypeVar("T")
+
+Headers = Mapping[str, str] | Iterable[tuple[str, str]]
 
 Verify = Callable[[bytes, Mapping[str, str]], bool]
 """A function that gets the raw body and the headers, and returns True if the provider has signed the request."""
@@ -50,7 +52,7 @@ class Provider:
     - ``verify``: gets the raw body and the headers, with names in lower case. The endpoint refuses a request for which
       ``verify`` raises an exception or returns anything but True.
     - ``id``: the name of the header with the id, or an extractor for the decoded body. The id must be the same each
-      time the provider sends the event.
+      time the provider sends the event. A header with an id or a type must come once, and contain no comma.
     - ``type``: the same for the type. None lets the dispatcher find the type in the event.
     - ``occurred_at``: the same for the time at which the event occurred, which is not the time of the request. None
       if the provider does not send it.
@@ -118,41 +120,41 @@ class Webhook:
             digest=False,  # a provider may write the body of an event anew: Stripe's contains ``pending_webhooks``
         )
 
-    def deliver(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+    def deliver(self, body: bytes, headers: Headers) -> Reply:
         """Return the answer to a request, after the transaction of its event has ended. Never raises an ``Exception``.
 
-        ``body`` is the raw body, of which you need not read more than ``max_bytes + 1`` bytes. The names of ``headers``
-        may have any case.
+        ``body`` is the raw body, of which you need not read more than ``max_bytes + 1`` bytes. ``headers`` are a
+        mapping, or pairs of a name and a value if a name may come twice.
 
         The status is 200 if the event was applied or skipped, or is a duplicate; 400 if the body or the id cannot be
         used; 401 if the request is not verified; 413 if the body is too large; 422 if another delivery would fail too;
         and 503 with ``Retry-After`` if the provider should send the event again.
         """
-        name, headers = self._provider.name, {each.lower(): value for each, value in headers.items()}
+        name, joined = self._provider.name, _joined(headers)
         if len(body) > self.max_bytes:
             logger.warning("a webhook of %s has more than %d bytes, and is answered 413", name, self.max_bytes)
             return _reply(413, "too large")
-        if not self._is_verified(body, headers):
+        if not self._is_verified(body, joined):
             return _reply(401, "not verified")
         try:
-            incoming = self._incoming(body, headers)
+            incoming = self._incoming(body, joined)
         except Exception as error:  # noqa: BLE001  # of the user's extractor, too
             settled = self._settling.unread(error)
             logger.error("a webhook of %s cannot be read, and is answered 400: %s", name, settled.reason)
             return _reply(400, "invalid")
         return _answer(self._settling.deliver(incoming))
 
-    async def adeliver(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+    async def adeliver(self, body: bytes, headers: Headers) -> Reply:
         """Like ``deliver``, for an ``AsyncDispatcher``."""
         return await greenlet_spawn(self.deliver, body, headers)
 
     def _is_verified(self, body: bytes, headers: Mapping[str, str]) -> bool:
-        why = "the signature differs"
+        why = "the signature differs" if body else "the body is empty; code before the endpoint may have read it"
         try:
             if self._provider.verify(body, headers) is True:
                 return True
         except Exception as error:  # noqa: BLE001  # anybody may send anything, and each package has its own errors
-            why = f"{type(error).__name__}: {error}"[:200]
+            why = reason_of(error)
         logger.warning("a webhook of %s is not verified, and is answered 401: %s", self._provider.name, why)
         return False
 
@@ -173,10 +175,22 @@ class Webhook:
             for name, place in places.items()
         }
         for name in ("id", "type"):  # without its type, an event would look like one that no handler takes
-            if found[name] is None and places[name] is not None:
-                where = "body" if callable(places[name]) else f"header {places[name]}"
+            place, value = places[name], found[name]
+            where = "body" if callable(place) else f"header {place}"
+            if place is not None and (value is None or str(value).isspace() or value == ""):
                 raise InvalidMessageError(f"the request has no {name}, which is in the {where}")
+            if isinstance(place, str) and "," in str(value):
+                raise InvalidMessageError(f"the {where} came more than once, or contains a comma")
         return replace(incoming, message_id=found["id"], type=found["type"], occurred_at=found["occurred_at"])
+
+
+def _joined(headers: Headers) -> dict[str, str]:
+    """Return the headers by their names in lower case. A comma joins the values of a repeated one, as in WSGI."""
+    joined: dict[str, str] = {}
+    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        lower = name.lower()
+        joined[lower] = f"{joined[lower]},{value}" if lower in joined else value
+    return joined
 
 
 def _answer(settled: Settled) -> Reply:
@@ -243,7 +257,11 @@ def standard_webhooks(*secrets: str) -> Provider:
     def verify(body: bytes, headers: Mapping[str, str]) -> bool:
         return _any_verifies(known, lambda each: each.verify(body, {**headers}, json_parse=False))
 
-    known = [standardwebhooks.Webhook(each) for each in _checked(secrets)]
+    given = _checked(secrets)
+    try:
+        known = [standardwebhooks.Webhook(each) for each in given]
+    except Exception as error:
+        raise ValueError(f"a secret of Standard Webhooks is whsec_ and base64 ({error})") from error
     return Provider("standard-webhooks", verify, "webhook-id", by_path("type"), by_path("timestamp"))
 
 
@@ -276,6 +294,8 @@ def _checked(secrets: Sequence[str]) -> Sequence[str]:
             raise TypeError(f"the secret of a webhook is text, not {type(each).__name__}")
         if not each.strip():
             raise ValueError("the secret of a webhook is empty: set the variable from which you read it")
+        if each != each.strip():
+            raise ValueError("the secret of a webhook begins or ends with a blank or a line break: strip() it")
     return secrets
 
 

@@ -27,7 +27,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, insert
 from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -39,7 +39,7 @@ from projector_dedup.errors import HandlerDefinitionError
 from projector_dedup.http.webhook import Provider, Webhook, github, shopify, standard_webhooks, stripe
 from projector_dedup.observer import Observation
 from projector_dedup.testing.provider import free_port
-from rig import NOTHING, ONCE, ONE_ATTEMPT, QUICK, Durable, Rig, RigOn, add, handler_of
+from rig import NOTHING, ONCE, ONE_ATTEMPT, QUICK, TOTAL, Durable, Rig, RigOn, add, handler_of
 
 SECRET = "whsec_" + base64.b64encode(b"twenty-four bytes or more").decode()
 OCCURRED = datetime(2026, 11, 3, 9, 30, 15, tzinfo=UTC)
@@ -338,7 +338,14 @@ def test_a_secret_can_be_replaced(driver: Driver, provider: str, rig_on: RigOn) 
 
 @each_provider
 @pytest.mark.parametrize(
-    ("secrets", "error"), [((), ValueError), (("",), ValueError), ((SECRET, " "), ValueError), ((None,), TypeError)]
+    ("secrets", "error"),
+    [
+        ((), ValueError),
+        (("",), ValueError),
+        ((SECRET, " "), ValueError),
+        ((f"{SECRET}\n",), ValueError),
+        ((None,), TypeError),
+    ],
 )
 def test_a_secret_with_which_anybody_could_sign_is_refused(
     provider: str, secrets: tuple[Any, ...], error: type[Exception]
@@ -346,6 +353,45 @@ def test_a_secret_with_which_anybody_could_sign_is_refused(
     """At start-up: the variable of the environment is not set."""
     with pytest.raises(error, match="secret"):
         PROVIDERS[provider](*secrets)
+
+
+def test_a_repeated_header_is_one_value_in_every_framework() -> None:
+    """ASGI gives both values, and WSGI joins them: an id or a signature that comes twice lets nothing in."""
+    webhook = Webhook(_nothing(), github(SECRET))
+    sent = from_github()
+    for name, status in (("X-Hub-Signature-256", 401), ("X-GitHub-Delivery", 400), ("X-GitHub-Event", 400)):
+        twice = [*sent.headers.items(), (name, sent.headers[name])]
+        assert webhook.deliver(sent.body, twice).status == status
+
+
+@in_each_framework
+def test_a_body_that_was_read_before_is_named_in_the_log(
+    driver: Driver, rig_on: RigOn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Code before the endpoint has consumed it, so that no signature can fit."""
+    hook = Hook(rig_on(driver), github(SECRET), takes="push")
+    assert hook.send(Sent(b"", from_github().headers)).status_code == 401
+    assert "the body is empty; code before the endpoint may have read it" in caplog.text
+
+
+def test_an_error_that_cannot_be_printed_is_401() -> None:
+    """Whatever ``verify`` raises, ``deliver`` answers."""
+
+    class Wrong(Exception):  # noqa: N818
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def verify(_body: bytes, _headers: Any) -> bool:
+        raise Wrong
+
+    assert Webhook(_nothing(), Provider("yours", verify, id="X-Id")).deliver(b"{}", {"X-Id": "1"}).status == 401
+
+
+def test_a_secret_that_is_none_of_the_specification_is_refused() -> None:
+    """At start-up, as a ``ValueError``."""
+    for secret in ("whsec_", "whsec_é"):
+        with pytest.raises(ValueError, match="secret of Standard Webhooks"):
+            standard_webhooks(secret)
 
 
 # Every answer ---------------------------------------------------------------------------------------------------------
@@ -377,9 +423,28 @@ def test_a_type_that_no_handler_takes_is_200(driver: Driver, rig_on: RigOn) -> N
         Sent(b"{}", {"X-Password": "open", "X-Type": "added"}),
         Sent(b'{"message_id": "8"}', {"X-Password": "open", "X-Type": "added"}),
         from_yours(X_Type="x" * 513),
+        from_yours(X_Id=" "),
+        from_yours(X_Type=""),
+        from_yours(X_Id="7,7"),
+        from_yours(X_Type="added,added"),
         Sent(b"{}", {"X-Password": "open", "X-Id": "7"}),
     ],
-    ids=["empty", "cut", "no UTF-8", "NaN", "empty id", "long id", "no id", "an id elsewhere", "long type", "no type"],
+    ids=[
+        "empty",
+        "cut",
+        "no UTF-8",
+        "NaN",
+        "empty id",
+        "long id",
+        "no id",
+        "an id elsewhere",
+        "long type",
+        "blank id",
+        "empty type",
+        "id twice",
+        "type twice",
+        "no type",
+    ],
 )
 @in_each_framework
 def test_a_missing_id_and_a_malformed_body_are_400(driver: Driver, sent: Sent, rig_on: RigOn) -> None:
@@ -417,6 +482,21 @@ def test_a_message_that_can_never_succeed_is_422(driver: Driver, rig_on: RigOn) 
     assert "retry-after" not in answer.headers
     assert "4711" not in answer.text + str(answer.headers)
     assert hook.rig.durable() == NOTHING
+
+
+@in_each_framework
+def test_a_log_without_values_of_statements(driver: Driver, rig_on: RigOn, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``hide_parameters`` of the engine, an error of the database quotes nothing of the event."""
+
+    def violates(event: Any, session: Session) -> None:
+        add(session)
+        session.execute(insert(TOTAL).values(account="a", amount=event["amount"]))
+
+    for hidden, quoted in ((False, True), (True, False)):
+        hook = Hook(rig_on(driver, hide_parameters=hidden), yours(), violates)
+        assert hook.send(from_yours(b'{"amount": 4711}')).status_code == 422
+        assert ("4711" in caplog.text) == quoted
+        caplog.clear()
 
 
 @everywhere
