@@ -38,10 +38,10 @@ _INSTEAD = {
     "has the same dead letters",
 }
 
-_values_option = click.option(
+values_option = click.option(
     "--values", is_flag=True, help="Also print the body and the headers, which may contain secrets."
 )
-_yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 
 
 def _sift(place: str, decide: Decide) -> Sifted:
@@ -97,8 +97,8 @@ def _settle(place: str, decide: Decide) -> tuple[int, str]:
     )
 
 
-def _of_a_consumer(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give ``command`` the place of the consumer that was named before it, and print its errors in one line."""
+def of_a_place(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give ``command`` the place that was named before it, and print its errors in one line."""
 
     @wraps(command)
     def run(place: str, *, debug: bool, **rest: Any) -> Any:
@@ -128,9 +128,9 @@ def dead(context: click.Context, consumer: str) -> None:
 
 
 @dead.command("list", epilog=EXIT_CODES)
-@_of_a_consumer
+@of_a_place
 @click.option("--limit", type=WholeNumber(min=1), default=100, show_default=True, help="List at most this many.")
-@_values_option
+@values_option
 @json_option
 def list_letters(place: str, limit: int, values: bool, as_json: bool) -> None:
     """List the dead letters, which stay where they are.
@@ -180,9 +180,9 @@ def list_letters(place: str, limit: int, values: bool, as_json: bool) -> None:
 
 
 @dead.command(epilog=EXIT_CODES)
-@_of_a_consumer
+@of_a_place
 @click.argument("message_id", metavar="ID")
-@_values_option
+@values_option
 @json_option
 def show(place: str, message_id: str, values: bool, as_json: bool) -> None:
     """Show each dead letter of the message ID, with the whole reason.
@@ -198,8 +198,8 @@ def show(place: str, message_id: str, values: bool, as_json: bool) -> None:
 
 
 @dead.command(epilog=EXIT_CODES)
-@_of_a_consumer
-@_yes_option
+@of_a_place
+@yes_option
 def replay(place: str, yes: bool) -> None:
     """Have the consumer deliver the present dead letters again.
 
@@ -226,9 +226,9 @@ def replay(place: str, yes: bool) -> None:
 
 
 @dead.command(epilog=EXIT_CODES)
-@_of_a_consumer
+@of_a_place
 @click.argument("message_id", metavar="ID")
-@_yes_option
+@yes_option
 def drop(place: str, message_id: str, yes: bool) -> None:
     """Delete each dead letter of the message ID. Nobody can replay it afterwards.
 
@@ -249,9 +249,14 @@ def drop(place: str, message_id: str, yes: bool) -> None:
 
 
 def _print(letters: Sequence[DeadLetter], *, values: bool) -> None:
-    for number, each in enumerate(letters):
+    print_each([_as_object(each, values=values) for each in letters])
+
+
+def print_each(objects: Sequence[dict[str, Any]]) -> None:
+    """Print objects, with a line for each value that is not empty."""
+    for number, each in enumerate(objects):
         click.echo("\n" if number else "", nl=False)
-        for name, value in _as_object(each, values=values).items():
+        for name, value in each.items():
             if value not in (None, ""):
                 text = moment_with_zone(value) if isinstance(value, datetime) else value
                 text = text if isinstance(text, str) else readable_json(text)

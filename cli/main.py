@@ -21,6 +21,7 @@ try:
     from .effects import effects
     from .options import EXIT_CODES
     from .output import Failed, fitted, without_secrets
+    from .parked import parked
     from .rebuild import rebuild
     from .rows import forget, rename, show
     from .schema import schema
@@ -86,5 +87,5 @@ def main() -> None:
     """
 
 
-for _command in (check, schema, cleanup, horizon, show, forget, rename, rebuild, effects, consume, dead):
+for _command in (check, schema, cleanup, horizon, show, forget, rename, rebuild, effects, consume, dead, parked):
     main.add_command(_command)

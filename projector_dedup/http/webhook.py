@@ -15,16 +15,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, Literal, TypeVar
 
 from sqlalchemy.util import greenlet_spawn
 
 from ..brokers.incoming import Convert, Incoming, json_event, json_of
-from ..brokers.settling import Settled, Settling
+from ..brokers.settling import MAX_REASON, Settled, Settling
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import HandlerDefinitionError, InvalidMessageError
 from ..extras import needs
-from ..message import by_path, logger_of
+from ..message import by_path, logger_of, printable, valid_message_id
+from .parked import ParkedRequest, ParkedTables, Parking, default_parked_tables, without_secrets
 
 __all__ = ["Provider", "Reply", "Webhook", "github", "shopify", "standard_webhooks", "stripe"]
 
@@ -32,6 +34,7 @@ logger = logger_of("projector_dedup.consumers")
 
 TOLERANCE = 300  # seconds by which a signed time may differ from this machine's clock
 MEBIBYTE = 1 << 20
+PARK_AGAIN = "60"  # seconds after which the provider should send a request again that could not be parked
 
 T = TypeVar("T")
 
@@ -85,6 +88,9 @@ class Webhook:
     - ``source``: a text that becomes a part of each message id, if another source of these tables may send the same
       ids.
     - ``max_bytes``: the largest body. The default is the provider's.
+    - ``on_reject``: ``"park"`` stores each verified request that would be answered 400 or 422, and answers 200. The
+      default, ``"answer"``, stores nothing.
+    - ``parked``: the tables of parked requests, with ``on_reject="park"``. The default is ``default_parked_tables``.
 
     Raises ``HandlerDefinitionError``, ``TypeError`` or ``ValueError`` for a wrong argument.
     """
@@ -97,6 +103,8 @@ class Webhook:
         *,
         source: str | None = None,
         max_bytes: int | None = None,
+        on_reject: Literal["answer", "park"] = "answer",
+        parked: ParkedTables | None = None,
     ) -> None:
         if not isinstance(provider, Provider):
             raise TypeError(f"provider is a Provider, such as stripe(secret), not {type(provider).__name__}")
@@ -107,6 +115,12 @@ class Webhook:
             raise HandlerDefinitionError(
                 f"a webhook takes a Dispatcher or an AsyncDispatcher, not {type(dispatcher).__name__}"
             )
+        if on_reject not in ("answer", "park"):
+            raise ValueError(f"on_reject must be 'answer' or 'park', not {on_reject!r}")
+        if parked is not None and on_reject != "park":
+            raise ValueError('parked= is only for on_reject="park"')
+        if not isinstance(parked, (ParkedTables, NoneType)):
+            raise TypeError(f"parked is what make_parked_tables returns, not {type(parked).__name__}")
         self.asynchronous = isinstance(dispatcher, AsyncDispatcher)
         self._provider = provider
         self._settling = Settling(
@@ -117,6 +131,9 @@ class Webhook:
             broker="webhook",
             digest=False,  # a provider may write the body of an event anew: Stripe's contains ``pending_webhooks``
         )
+        name = provider.name if source is None else f"{provider.name}:{source}"  # the rows of each source are its own
+        parks = on_reject == "park"
+        self.parking = Parking(dispatcher, parked or default_parked_tables, name) if parks else None
 
     def deliver(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Return the answer to a request, after the transaction of its event has ended. Never raises an ``Exception``.
@@ -124,9 +141,9 @@ class Webhook:
         ``body`` is the raw body, of which you need not read more than ``max_bytes + 1`` bytes. The names of ``headers``
         may have any case.
 
-        The status is 200 if the event was applied or skipped, or is a duplicate; 400 if the body or the id cannot be
-        used; 401 if the request is not verified; 413 if the body is too large; 422 if another delivery would fail too;
-        and 503 with ``Retry-After`` if the provider should send the event again.
+        The status is 200 if the event was applied or skipped, is a duplicate, or was parked; 400 if the body or the id
+        cannot be used; 401 if the request is not verified; 413 if the body is too large; 422 if another delivery would
+        fail too; and 503 with ``Retry-After`` if the provider should send the event again.
         """
         name, headers = self._provider.name, {each.lower(): value for each, value in headers.items()}
         if len(body) > self.max_bytes:
@@ -134,17 +151,60 @@ class Webhook:
             return _reply(413, "too large")
         if not self._is_verified(body, headers):
             return _reply(401, "not verified")
+        settled = self._deliver(body, headers)
+        answer = _answer(settled)
+        if self.parking is None or answer.status not in (400, 422):
+            return answer
         try:
-            incoming = self._incoming(body, headers)
-        except Exception as error:  # noqa: BLE001  # of the user's extractor, too
-            settled = self._settling.unread(error)
-            logger.error("a webhook of %s cannot be read, and is answered 400: %s", name, settled.reason)
-            return _reply(400, "invalid")
-        return _answer(self._settling.deliver(incoming))
+            self.parking.park(self._key(body, headers), body, self._kept(headers), settled.reason)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the provider must send the request again
+            why = printable(f"{type(error).__name__}: {error}")[:MAX_REASON]
+            logger.error("a webhook of %s cannot be parked, and is answered 503: %s", name, why)
+            return _reply(503, "try again", {"Retry-After": PARK_AGAIN})
+        self._settling.kept(settled)
+        return _reply(200, "parked")
 
     async def adeliver(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Like ``deliver``, for an ``AsyncDispatcher``."""
         return await greenlet_spawn(self.deliver, body, headers)
+
+    def replay(self, parked: ParkedRequest) -> Settled:
+        """Deliver a parked request, and delete it if the delivery is acknowledged. Otherwise store the new reason.
+
+        Does not verify the request again. With an ``AsyncDispatcher``, call it in ``greenlet_spawn``. If the process
+        ends before the row is deleted, replay the request again: the event is a duplicate then.
+
+        Raises ``ValueError`` without ``on_reject="park"``, ``MissingTableError``, or the database's error.
+        """
+        if self.parking is None:
+            raise ValueError('this webhook has no parked requests: it has no on_reject="park"')
+        settled = self._deliver(parked.body, parked.headers)
+        if settled.acknowledge:
+            self.parking.drop(parked.id)
+        else:
+            self.parking.explain(parked.id, settled.reason)
+        return settled
+
+    def _deliver(self, body: bytes, headers: Mapping[str, str]) -> Settled:
+        try:
+            incoming = self._incoming(body, headers)
+        except Exception as error:  # noqa: BLE001  # of the user's extractor, too
+            settled = self._settling.unread(error)
+            logger.error("a webhook of %s cannot be read, and is rejected: %s", self._provider.name, settled.reason)
+            return settled
+        return self._settling.deliver(incoming)
+
+    def _key(self, body: bytes, headers: Mapping[str, str]) -> str:
+        """Return the id of a request, or the hash of its body if it has no id that can be stored."""
+        place = self._provider.id
+        with suppress(Exception):
+            return valid_message_id(place(json_of(Incoming(body))) if callable(place) else headers.get(place.lower()))
+        return f"sha256:{hashlib.sha256(body).hexdigest()}"
+
+    def _kept(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Return the headers without secrets. A replay needs those with the id, the type and the time."""
+        places = (self._provider.id, self._provider.type, self._provider.occurred_at)
+        return without_secrets(headers, [each.lower() for each in places if isinstance(each, str)])
 
     def _is_verified(self, body: bytes, headers: Mapping[str, str]) -> bool:
         why = "the signature differs"
