@@ -145,7 +145,7 @@ def replay(place: str, ids: tuple[str, ...], yes: bool) -> None:
     done, left = _run(place, work)
     say(f"Replayed {done:,} parked requests.")
     if left:
-        raise Failed(f"{left:,} requests failed again, and stay parked: `list` has the reasons")
+        raise Failed(f"{left:,} parked requests failed again, and stay parked: `list` has the reasons")
 
 
 @parked.command(epilog=EXIT_CODES)

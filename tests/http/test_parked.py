@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ class Parks:
 
     def replay(self) -> list[Any]:
         """Replay every parked request, and return the outcomes; None for one that failed."""
-        return [self.rig.in_one_task(lambda each=each: self.webhook.replay(each)).outcome for each in self.requests()]
+        return [self.rig.in_one_task(partial(self.webhook.replay, each)).outcome for each in self.requests()]
 
 
 def _text(value: Any) -> str:
