@@ -17,6 +17,7 @@ from sqlalchemy import Engine, inspect
 from projector_dedup import AsyncDispatcher, Dispatcher
 from projector_dedup.commands import CommandTables
 from projector_dedup.effects import AsyncEffects, Effects, EffectTables
+from projector_dedup.http.parked import ParkedTables
 from projector_dedup.maintenance.check import advise, advise_rebuilds, check_handlers, check_installed_revisions
 from projector_dedup.maintenance.check import check as findings_of
 from projector_dedup.maintenance.effects import advise_effects
@@ -25,7 +26,7 @@ from projector_dedup.maintenance.schema import KINDS
 from projector_dedup.maintenance.stats import Ages, ages
 from projector_dedup.tables import DedupTables
 
-from .options import EXIT_CODES, Deployment, database_options, overdue_option
+from .options import EXIT_CODES, Deployment, of_all_kinds, overdue_option
 from .output import Failed, coloured, fitted, json_option, print_json, reason, say
 
 _EXAMPLE = "myapp.consumer:dispatcher"
@@ -33,7 +34,7 @@ EFFECTS_EXAMPLE = "myapp.shop:effects"
 
 
 @click.command(epilog=EXIT_CODES)
-@database_options
+@of_all_kinds
 @click.option(
     "--app",
     "apps",
@@ -69,8 +70,8 @@ def check(deployment: Deployment, apps: tuple[str, ...], overdue: timedelta, fai
       idempotency check --effects
     """
     tables, found = deployment.tables, None
-    if apps and isinstance(tables, CommandTables):
-        raise click.UsageError("--app checks handlers and effects, so it cannot be used with --commands")
+    if apps and isinstance(tables, (CommandTables, ParkedTables)):
+        raise click.UsageError(f"--app checks handlers and effects, so it cannot be used with{tables.option}")
     takes_effects = isinstance(tables, EffectTables)
     kinds = (Effects, AsyncEffects) if takes_effects else (Dispatcher, AsyncDispatcher)
     example = EFFECTS_EXAMPLE if takes_effects else _EXAMPLE
@@ -122,7 +123,7 @@ def after_check(findings: Sequence[Finding], found: Ages | None, tables: DedupTa
 
 
 def others_beside(engine: Engine, tables: DedupTables) -> str:
-    """Return how to see the tables of commands and of effects, if the database has them too."""
+    """Return how to see the tables of other kinds, if the database has them too."""
     if tables.keyed:
         return ""
     inspector = inspect(engine)
@@ -134,7 +135,7 @@ def others_beside(engine: Engine, tables: DedupTables) -> str:
 
 def _for_cleanup(found: Ages, tables: DedupTables) -> str | None:
     state, cleanup = found.state, f"`idempotency cleanup{tables.option}`"
-    if state.horizon_hours is None:
+    if state.horizon_hours is None and not isinstance(tables, ParkedTables):
         return (
             f"Next: declare how late a message may come again with `idempotency horizon{tables.option} HOURS`, so that "
             "cleanup keeps every marker that is still needed."

@@ -20,12 +20,12 @@ from projector_dedup.maintenance.rows import has_markers
 from projector_dedup.maintenance.state import in_hours
 from projector_dedup.message import printable
 
-from .options import EXIT_CODES, Deployment, Number, WholeNumber, database_options
+from .options import EXIT_CODES, Deployment, Number, WholeNumber, database_options, of_all_kinds
 from .output import Failed, confirmed, counting, explained, log_json, noted, say
 
 
 @click.command(epilog=EXIT_CODES)
-@database_options
+@of_all_kinds
 @click.option(
     "--retention-hours",
     type=Number(min=0, min_open=True, max=MAX_HOURS),

@@ -1,17 +1,21 @@
-"""`idempotency dead` lists the dead letters of a consumer, shows one, replays them, and drops one."""
+"""`idempotency dead` lists the dead letters of a consumer or a webhook, shows one, replays them, and drops one."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import wraps
 from typing import Any
 
 import click
+from sqlalchemy.util import greenlet_spawn
 
 from projector_dedup.brokers.dead_letters import DeadLetter, Decide, Fate, Sifted
+from projector_dedup.brokers.running import Runs
+from projector_dedup.http.webhook import Webhook
 from projector_dedup.maintenance.state import moment_with_zone, moment_without_zone
 from projector_dedup.message import printable
 
@@ -48,9 +52,16 @@ def _sift(place: str, decide: Decide) -> Sifted:
     """Import the consumer at ``place``, and settle its dead letters as ``decide`` says."""
 
     async def sift() -> Sifted:
-        consumer = await consumer_named(place, _INSTEAD)
-        sifted: Any = consumer.settle_dead_letters(decide)
-        done: Sifted = await sifted if inspect.isawaitable(sifted) else sifted
+        consumer = await consumer_named(place, _INSTEAD, Runs, Webhook)
+        is_webhook = isinstance(consumer, Webhook)
+        if is_webhook:
+            logging.getLogger("projector_dedup").addHandler(logging.NullHandler())  # its rows have the reasons
+        try:
+            sifted: Any = consumer.settle_dead_letters(decide)
+            done: Sifted = await sifted if inspect.isawaitable(sifted) else sifted
+        finally:
+            if is_webhook and consumer.asynchronous:  # its connections belong to this event loop, which ends here
+                await greenlet_spawn(consumer.dispatcher.markers_engine.dispose)
         return done
 
     return asyncio.run(sift())
@@ -115,8 +126,8 @@ def _of_a_consumer(command: Callable[..., Any]) -> Callable[..., Any]:
 def dead(context: click.Context, consumer: str) -> None:
     """List, show, replay and drop the dead letters of CONSUMER, which is MODULE:ATTRIBUTE.
 
-    The attribute is a consumer of projector_dedup.brokers, or a function without arguments, also an async def, that
-    returns one. Run the command in the folder of your application.
+    The attribute is a consumer of projector_dedup.brokers, a webhook with on_reject="park", or a function without
+    arguments, also an async def, that returns one. Run the command in the folder of your application.
 
     \b
     Examples:
@@ -216,13 +227,18 @@ def replay(place: str, yes: bool) -> None:
         if not confirmed(f"Replay {'the' if there is None else f'{there:,}'} dead letters of {place}?"):
             raise Failed(f"nothing was replayed in {place}")
     with between_batches("Replayed") as after:
+        asked = 0
 
         def counted(_letter: DeadLetter) -> Fate:
+            nonlocal asked
+            asked += 1
             after(1)
             return "replay"
 
         replayed, others = _settle(place, counted)
-    say(f"{replayed:,} dead letters are back in the queue.{others}")
+    say(f"Replayed {replayed:,} dead letters.{others}")
+    if replayed < asked:  # a webhook delivers them here and now; a consumer puts them back into its queue
+        raise Failed(f"{asked - replayed:,} were rejected again, and stay: `list` shows why")
 
 
 @dead.command(epilog=EXIT_CODES)

@@ -16,6 +16,7 @@ import click
 from sqlalchemy import URL, Engine, MetaData, create_engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
+from projector_dedup.http.parked import ParkedTables
 from projector_dedup.maintenance.schema import KINDS
 from projector_dedup.tables import DedupTables
 
@@ -26,6 +27,9 @@ Exit codes:
   0  done
   1  failed; one line on stderr tells you what to do
   2  the command line is wrong"""
+
+HANDLED = tuple(kind for kind in KINDS if kind is not ParkedTables)
+"""The kinds of tables whose rows say that something was handled."""
 
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of a failure.")
 
@@ -204,7 +208,9 @@ def table_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupTabl
     return run
 
 
-def database_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupTables]] = KINDS) -> Callable[..., Any]:
+def database_options(
+    command: Callable[..., Any], *, kinds: Sequence[type[DedupTables]] = HANDLED
+) -> Callable[..., Any]:
     """Add the options that name a database to ``command``, which gets a ``Deployment`` as its first argument.
 
     The tables of the deployment are of one of the ``kinds``.
@@ -231,6 +237,8 @@ def database_options(command: Callable[..., Any], *, kinds: Sequence[type[DedupT
         run = option(run)
     return run
 
+
+of_all_kinds = partial(database_options, kinds=KINDS)
 
 # Spans of time ----------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class DedupTables:
     handler: ClassVar[str] = "handler"
     """The word for the value of the column ``handler``, in error messages."""
     subject: ClassVar[str] = "projectors"  #: the owner of these tables, in error messages
-    keyed: ClassVar[bool] = False  #: True if ``message_id`` consists of a scope and a key
+    keyed: ClassVar[bool] = False  #: True if a row is not the marker of a message
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.marker.fullname}>"  # short: the default would list every column

@@ -20,6 +20,7 @@ from ..brokers.incoming import Convert, json_event
 from ..commands import Call, Commands, ResultError
 from ..dispatcher import Dispatcher
 from ..errors import HandlerDefinitionError, UnsafeSessionError
+from .parked import ParkedTables
 from .recording import (
     ANSWERED,
     KEY_HEADER,
@@ -155,6 +156,8 @@ def webhook_endpoint(
     *,
     source: str | None = None,
     max_bytes: int | None = None,
+    on_reject: Literal["answer", "park"] = "answer",
+    parked: ParkedTables | None = None,
 ) -> Callable[[], Response]:
     """Return a view that delivers the requests of a ``provider`` to a dispatcher, for a POST route.
 
@@ -163,7 +166,9 @@ def webhook_endpoint(
     the errors are those of ``projector_dedup.http.webhook.Webhook``.
     An ``AsyncDispatcher`` raises ``HandlerDefinitionError``.
     """
-    webhook = Webhook(dispatcher, provider, convert, source=source, max_bytes=max_bytes)
+    webhook = Webhook(
+        dispatcher, provider, convert, source=source, max_bytes=max_bytes, on_reject=on_reject, parked=parked
+    )
     if webhook.asynchronous:
         raise HandlerDefinitionError(
             "Flask runs async code in another thread: pass a Dispatcher, not an AsyncDispatcher"
@@ -174,6 +179,7 @@ def webhook_endpoint(
         return Response(reply.body, reply.status, dict(reply.headers), mimetype="application/json")
 
     receive_webhook.__name__ = provider.name.replace(".", "-")  # Flask wants one name for each view, without a dot
+    receive_webhook.webhook = webhook  # type: ignore[attr-defined]  # for `idempotency dead`
     return receive_webhook
 
 

@@ -22,6 +22,7 @@ from ..brokers.incoming import Convert, json_event
 from ..commands import AsyncCall, AsyncCommands
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import HandlerDefinitionError, UnsafeSessionError
+from .parked import ParkedTables
 from .recording import (
     ANSWERED,
     KEY_HEADER,
@@ -175,6 +176,8 @@ def webhook_endpoint(
     *,
     source: str | None = None,
     max_bytes: int | None = None,
+    on_reject: Literal["answer", "park"] = "answer",
+    parked: ParkedTables | None = None,
 ) -> Endpoint:
     """Return an endpoint that delivers the requests of a ``provider`` to a dispatcher, for a POST route.
 
@@ -182,7 +185,9 @@ def webhook_endpoint(
     arguments, the answers and the errors are those of ``projector_dedup.http.webhook.Webhook``. A ``Dispatcher`` runs
     in Starlette's threads.
     """
-    webhook = Webhook(dispatcher, provider, convert, source=source, max_bytes=max_bytes)
+    webhook = Webhook(
+        dispatcher, provider, convert, source=source, max_bytes=max_bytes, on_reject=on_reject, parked=parked
+    )
 
     async def receive_webhook(request: Request) -> Response:
         body, headers = await _body(request, webhook.max_bytes), request.headers.items()
@@ -192,6 +197,7 @@ def webhook_endpoint(
             reply = await run_in_threadpool(webhook.deliver, body, headers)
         return Response(reply.body, reply.status, dict(reply.headers), "application/json")
 
+    receive_webhook.webhook = webhook  # type: ignore[attr-defined]  # for `idempotency dead`
     return receive_webhook
 
 

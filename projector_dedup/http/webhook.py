@@ -15,16 +15,19 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, Literal, TypeVar
 
 from sqlalchemy.util import greenlet_spawn
 
+from ..brokers.dead_letters import Decide, Sifted
 from ..brokers.incoming import Convert, Incoming, json_event, json_of
 from ..brokers.settling import Settled, Settling, reason_of
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import HandlerDefinitionError, InvalidMessageError
 from ..extras import needs
-from ..message import by_path, logger_of
+from ..message import by_path, logger_of, valid_message_id
+from .parked import ParkedTables, Parking, default_parked_tables, without_secrets
 
 __all__ = ["Provider", "Reply", "Webhook", "github", "shopify", "standard_webhooks", "stripe"]
 
@@ -32,6 +35,7 @@ logger = logger_of("projector_dedup.consumers")
 
 TOLERANCE = 300  # seconds by which a signed time may differ from this machine's clock
 MEBIBYTE = 1 << 20
+PARK_AGAIN = "60"  # seconds after which the provider should send a request again that could not be parked
 
 T = TypeVar("T")
 
@@ -87,6 +91,9 @@ class Webhook:
     - ``source``: a text that becomes a part of each message id, if another source of these tables may send the same
       ids.
     - ``max_bytes``: the largest body. The default is the provider's.
+    - ``on_reject``: ``"park"`` stores each verified request that would be answered 400 or 422, and answers 200. The
+      default, ``"answer"``, stores nothing.
+    - ``parked``: the tables of parked requests, with ``on_reject="park"``. The default is ``default_parked_tables``.
 
     Raises ``HandlerDefinitionError``, ``TypeError`` or ``ValueError`` for a wrong argument.
     """
@@ -99,6 +106,8 @@ class Webhook:
         *,
         source: str | None = None,
         max_bytes: int | None = None,
+        on_reject: Literal["answer", "park"] = "answer",
+        parked: ParkedTables | None = None,
     ) -> None:
         if not isinstance(provider, Provider):
             raise TypeError(f"provider is a Provider, such as stripe(secret), not {type(provider).__name__}")
@@ -109,7 +118,13 @@ class Webhook:
             raise HandlerDefinitionError(
                 f"a webhook takes a Dispatcher or an AsyncDispatcher, not {type(dispatcher).__name__}"
             )
-        self.asynchronous = isinstance(dispatcher, AsyncDispatcher)
+        if on_reject not in ("answer", "park"):
+            raise ValueError(f"on_reject must be 'answer' or 'park', not {on_reject!r}")
+        if parked is not None and on_reject != "park":
+            raise ValueError('parked= is only for on_reject="park"')
+        if not isinstance(parked, (ParkedTables, NoneType)):
+            raise TypeError(f"parked is what make_parked_tables returns, not {type(parked).__name__}")
+        self.dispatcher, self.asynchronous = dispatcher, isinstance(dispatcher, AsyncDispatcher)
         self._provider = provider
         self._settling = Settling(
             dispatcher.skipping_unhandled(),
@@ -119,6 +134,9 @@ class Webhook:
             broker="webhook",
             digest=False,  # a provider may write the body of an event anew: Stripe's contains ``pending_webhooks``
         )
+        name = provider.name if source is None else f"{provider.name}:{source}"  # the rows of each source are its own
+        parks = on_reject == "park"
+        self._parking = Parking(dispatcher, parked or default_parked_tables, name) if parks else None
 
     def deliver(self, body: bytes, headers: Headers) -> Reply:
         """Return the answer to a request, after the transaction of its event has ended. Never raises an ``Exception``.
@@ -126,9 +144,9 @@ class Webhook:
         ``body`` is the raw body, of which you need not read more than ``max_bytes + 1`` bytes. ``headers`` are a
         mapping, or pairs of a name and a value if a name may come twice.
 
-        The status is 200 if the event was applied or skipped, or is a duplicate; 400 if the body or the id cannot be
-        used; 401 if the request is not verified; 413 if the body is too large; 422 if another delivery would fail too;
-        and 503 with ``Retry-After`` if the provider should send the event again.
+        The status is 200 if the event was applied or skipped, is a duplicate, or was parked; 400 if the body or the id
+        cannot be used; 401 if the request is not verified; 413 if the body is too large; 422 if another delivery would
+        fail too; and 503 with ``Retry-After`` if the provider should send the event again.
         """
         name, joined = self._provider.name, _joined(headers)
         if len(body) > self.max_bytes:
@@ -136,17 +154,75 @@ class Webhook:
             return _reply(413, "too large")
         if not self._is_verified(body, joined):
             return _reply(401, "not verified")
+        settled = self._deliver(body, joined)
+        answer = _answer(settled)
+        if self._parking is None or answer.status not in (400, 422):
+            return answer
         try:
-            incoming = self._incoming(body, joined)
-        except Exception as error:  # noqa: BLE001  # of the user's extractor, too
-            settled = self._settling.unread(error)
-            logger.error("a webhook of %s cannot be read, and is answered 400: %s", name, settled.reason)
-            return _reply(400, "invalid")
-        return _answer(self._settling.deliver(incoming))
+            self._parking.park(self._key(body, joined), body, self._kept(joined), settled.reason)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the provider must send the request again
+            logger.error("a webhook of %s cannot be parked, and is answered 503: %s", name, reason_of(error))
+            return _reply(503, "try again", {"Retry-After": PARK_AGAIN})
+        self._settling.kept(settled)
+        return _reply(200, "parked")
 
     async def adeliver(self, body: bytes, headers: Headers) -> Reply:
         """Like ``deliver``, for an ``AsyncDispatcher``."""
         return await greenlet_spawn(self.deliver, body, headers)
+
+    def settle_dead_letters(self, decide: Decide) -> Any:
+        """Keep, replay or drop each parked request, as ``decide`` says. `idempotency dead` calls it.
+
+        Returns a ``Sifted``; with an ``AsyncDispatcher``, a coroutine that returns it. A replay delivers the request,
+        which it does not verify again, and deletes the row if the delivery is acknowledged. Otherwise the request stays
+        parked, with the new reason. If the process ends before the row is deleted, replay it again: the event is a
+        duplicate then.
+
+        Raises ``ValueError`` without ``on_reject="park"``, ``MissingTableError``, or the database's error.
+        """
+        return greenlet_spawn(self._settle, decide) if self.asynchronous else self._settle(decide)
+
+    def _settle(self, decide: Decide) -> Sifted:
+        if self._parking is None:
+            raise ValueError('this webhook parks no requests; give it on_reject="park"')
+        judge, settled, ids = self._settling.judge(decide), 0, self._parking.ids()
+        for key in ids:
+            if (parked := self._parking.find(key)) is None:
+                continue  # another person was faster
+            body, headers, reason = parked
+            incoming = Incoming(body, headers=headers)
+            with suppress(Exception):  # it may be parked because it cannot be read
+                incoming = self._incoming(body, headers)
+            fate = judge(incoming, reason, None)
+            if fate == "stop":
+                break
+            if fate == "replay" and not (delivered := self._deliver(body, headers)).acknowledge:
+                self._parking.explain(key, delivered.reason)
+            elif fate != "keep":
+                self._parking.drop(key)
+                settled += 1
+        return Sifted(len(ids), settled)
+
+    def _deliver(self, body: bytes, headers: Mapping[str, str]) -> Settled:
+        try:
+            incoming = self._incoming(body, headers)
+        except Exception as error:  # noqa: BLE001  # of the user's extractor, too
+            settled = self._settling.unread(error)
+            logger.error("a webhook of %s cannot be read, and is rejected: %s", self._provider.name, settled.reason)
+            return settled
+        return self._settling.deliver(incoming)
+
+    def _key(self, body: bytes, headers: Mapping[str, str]) -> str:
+        """Return the id of a request, or the hash of its body if it has no id that can be stored."""
+        place = self._provider.id
+        with suppress(Exception):
+            return valid_message_id(place(json_of(Incoming(body))) if callable(place) else headers.get(place.lower()))
+        return f"sha256:{hashlib.sha256(body).hexdigest()}"
+
+    def _kept(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Return the headers without secrets. A replay needs those with the id, the type and the time."""
+        places = (self._provider.id, self._provider.type, self._provider.occurred_at)
+        return without_secrets(headers, [each.lower() for each in places if isinstance(each, str)])
 
     def _is_verified(self, body: bytes, headers: Mapping[str, str]) -> bool:
         why = "the signature differs" if body else "the body is empty; code before the endpoint may have read it"

@@ -22,6 +22,7 @@ from ..dialects import Dialect, Failure, dialect_of
 from ..effects import EffectTables
 from ..effects.record import ATTEMPT, DONE, MAX_ERROR, NewRow, evidence, finish, new_token, read, release
 from ..errors import RefusedError
+from ..http.parked import ParkedTables
 from ..late import in_utc
 from ..markers import insert_marker, marker_key
 from ..message import DIGEST_BYTES, MAX_MESSAGE_ID_BYTES, printable
@@ -40,6 +41,8 @@ _LOOK_ALIKES = ("a", "A", "a ", "e", "\N{LATIN SMALL LETTER E WITH ACUTE}", "1",
 _EVERY_BYTE = bytes(range(256))
 _WHOLE = Record(RESULT, "x" * MAX_CODEC_BYTES, _EVERY_BYTE * 256, _EVERY_BYTE[-32:])
 """A record that fills its columns: a result of 64 KiB with every byte, which a text column cannot store."""
+
+_PARKED = {"reason": "x" * 1000, "headers": "{}", "body": _EVERY_BYTE * 256}
 
 _DIGEST = _EVERY_BYTE[-DIGEST_BYTES:]
 
@@ -108,13 +111,17 @@ def _check_comparison(connection: Connection, tables: DedupTables) -> list[Findi
             return [has_default(column, remedy)]
         wrong = f"{column} is not the time at which a row is inserted"
         return [Finding(wrong, "cleanup would delete new rows; correct the default of the column; " + remedy)]
-    what = "an effect" if isinstance(tables, EffectTables) else f"a {'record' if tables.keyed else 'digest'}"
+    what = {CommandTables: "a record", EffectTables: "an effect", ParkedTables: "a request"}.get(
+        type(tables), "a digest"
+    )
     problem = f"{full_name(tables.marker, connection)} does not store {what} exactly as it was written"
     return [] if kept else [Finding(problem, "values would be cut or changed; " + remedy)]
 
 
 def _insert(connection: Connection, dialect: Dialect, tables: DedupTables, key: dict[str, Any]) -> bool:
     """Insert a row of this kind. Return False if its key exists."""
+    if isinstance(tables, ParkedTables):
+        return dialect.insert_new(connection, tables.marker, key | _PARKED)
     if not isinstance(tables, EffectTables):
         try:
             return insert_marker(connection, dialect, tables, key)
@@ -144,8 +151,12 @@ def _off_by(connection: Connection, marker: Table, *which: ColumnElement[bool]) 
 
 def _keeps(connection: Connection, dialect: Dialect, tables: DedupTables, handler: str) -> bool:
     """True if the row of the first look-alike keeps the values of its other columns."""
+    marker, first = tables.marker, _LOOK_ALIKES[0]
+    if isinstance(tables, ParkedTables):
+        wanted = marker.c.message_id == first, marker.c.handler == handler
+        kept = dict(connection.execute(select(*(marker.c[name] for name in _PARKED)).where(*wanted)).mappings().one())
+        return isinstance(kept["body"], (bytes, memoryview)) and kept | {"body": bytes(kept["body"])} == _PARKED
     if type(tables) is DedupTables:
-        marker, first = tables.marker, _LOOK_ALIKES[0]
         if marker.c.digest not in columns_there(connection, marker):
             return True
         row = select(marker.c.digest).where(marker.c.message_id == first, marker.c.handler == handler)

@@ -12,13 +12,14 @@ from sqlalchemy.schema import CreateColumn, CreateIndex, CreateTable
 from ..commands import CommandTables
 from ..effects import EffectTables
 from ..errors import MissingTableError
+from ..http.parked import ParkedTables
 from ..tables import SINCE, DedupTables, default_tables, full_name
 from .databases import database_of
 from .findings import Finding, advice
 from .running import connected_to
 from .state import SCHEMA_VERSION, read_state
 
-KINDS: tuple[type[DedupTables], ...] = (DedupTables, CommandTables, EffectTables)
+KINDS: tuple[type[DedupTables], ...] = (DedupTables, CommandTables, EffectTables, ParkedTables)
 """The kinds of tables. All have the same key, and each has columns of its own."""
 
 _OF_ANY_KIND = {

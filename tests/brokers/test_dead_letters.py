@@ -125,7 +125,7 @@ def test_a_person_lists_shows_drops_and_replays_dead_letters(consumer: Adapter) 
         assert (dropped.output, dropped.exit_code) == ("Dropped 2 dead letters of message p1.\n", 0)
     assert sorted(consumer.queue.dead(), key=repr) == sorted(rest, key=repr)
     RULES.clear()
-    assert dead("replay", "--yes").output == f"{len(rest)} dead letters are back in the queue.\n"
+    assert dead("replay", "--yes").output == f"Replayed {len(rest)} dead letters.\n"
     balances = {"a": 1, "b": 2 if consumer.client == KAFKA else 1}
     consumer.consume_until(lambda: consumer.settled(balances)() and consumer.queue.dead() == [GARBAGE])
 
@@ -280,7 +280,7 @@ def test_what_another_process_holds_is_told(consumer: Adapter) -> None:
             held: list[Any] = []
             patch.setattr(made._settling, "judge", judge)
             told = dead("replay", "--yes").stdout
-    assert told.startswith("2 dead letters are back in the queue. 2 of about 4 were not read"), told
+    assert told.startswith("Replayed 2 dead letters. 2 of about 4 were not read"), told
 
 
 def test_kafka_replays_no_letter_behind_another_that_is_kept(postgresql: Database, cluster: KafkaCluster) -> None:

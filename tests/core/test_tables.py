@@ -13,6 +13,7 @@ from projector_dedup import Dispatcher, Message, Outcome, make_tables, on, proje
 from projector_dedup.commands import make_command_tables
 from projector_dedup.effects import make_effect_tables
 from projector_dedup.errors import BatchFailed, MissingTableError, RefusedError
+from projector_dedup.http.parked import make_parked_tables
 from projector_dedup.markers import claim
 from projector_dedup.tables import DedupTables, ProcessedMessage
 from projector_dedup.unit_of_work import UnitOfWork
@@ -123,7 +124,7 @@ def test_a_base_in_place_of_its_metadata_is_named() -> None:
         make_tables(Base)  # type: ignore[arg-type]  # that is the point
 
 
-@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables])
+@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables, make_parked_tables])
 @pytest.mark.parametrize("schema", [None, "elsewhere"])
 def test_tables_that_are_there_already_are_named(make: Callable[..., object], schema: str | None) -> None:
     """Whether they are of an earlier call or the user's own; a name in another schema is another table."""

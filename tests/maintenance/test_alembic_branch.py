@@ -13,6 +13,7 @@ from owning import TWICE, described, fatal, second_schema, state_of, twice  # no
 from projector_dedup import Outcome, make_tables
 from projector_dedup.commands import CommandTables
 from projector_dedup.effects import EffectTables
+from projector_dedup.http.parked import ParkedTables
 from projector_dedup.tables import DedupTables, default_tables
 
 
@@ -67,8 +68,12 @@ def test_our_folder_may_be_named_by_its_path(sqlite: Database, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("kind", "before"),
-    [(CommandTables, "projector_dedup_0001"), (EffectTables, "projector_dedup_0002")],
-    ids=["commands", "effects"],
+    [
+        (CommandTables, "projector_dedup_0001"),
+        (EffectTables, "projector_dedup_0002"),
+        (ParkedTables, "projector_dedup_0004"),
+    ],
+    ids=["commands", "effects", "parked"],
 )
 def test_tables_of_a_later_kind_join_those_that_are_there(
     database: Database, engine: Engine, schema: str | None, tmp_path: Path, kind: type[DedupTables], before: str
@@ -83,15 +88,15 @@ def test_tables_of_a_later_kind_join_those_that_are_there(
     before_digests = described(engine)
     project.alembic("upgrade", "heads")
     released = described(engine)
-    assert "projector_dedup_0004" in project.alembic("current")
+    assert "projector_dedup_0005" in project.alembic("current")
     assert kind.default_name not in inspect(engine).get_table_names()
 
     other = f"other_{kind.subject}"
     names = f"{kind.default_name}, {f'{schema}.{other}' if schema else other}"
-    project.configure(locations=OURS, **{f"projector_dedup_{kind.subject.removesuffix('s')}_tables": names})
+    project.configure(locations=OURS, **{f"projector_dedup_{kind.option.strip(' -').removesuffix('s')}_tables": names})
     project.model(
         "make_tables(metadata)",
-        f"from {kind.__module__.rpartition('.')[0]} import {kind.maker}",
+        f"from {kind.__module__} import {kind.maker}",
         f"{kind.maker}(metadata)",
         f"{kind.maker}(metadata, {other!r}, {schema!r})",
     )

@@ -11,6 +11,7 @@ from owning import TWICE, described, fatal, second_schema, twice  # noqa: F401  
 from projector_dedup import make_tables
 from projector_dedup.commands import make_command_tables
 from projector_dedup.effects import make_effect_tables
+from projector_dedup.http.parked import make_parked_tables
 from projector_dedup.tables import default_metadata
 
 
@@ -24,10 +25,10 @@ def test_autogenerate_adds_the_tables_to_a_history(
     project = Project(tmp_path, database)
     project.begin_history()
     theirs = ["make_tables(metadata)", "make_tables(metadata, 'inbox')", f"make_tables(metadata, 'inbox2', {schema!r})"]
-    for wing, kind in (("commands", "command"), ("effects", "effect")):
+    for wing, kind in (("commands", "command"), ("effects", "effect"), ("http.parked", "parked")):
         theirs += [f"from projector_dedup.{wing} import make_{kind}_tables", f"make_{kind}_tables(metadata)"]
     ours = [make_tables(MetaData()), make_tables(MetaData(), "inbox"), make_tables(MetaData(), "inbox2", schema)]
-    ours += [make_command_tables(MetaData()), make_effect_tables(MetaData())]
+    ours += [make_command_tables(MetaData()), make_effect_tables(MetaData()), make_parked_tables(MetaData())]
     for lines, made in ((theirs[:1], ours[:1]), (theirs, ours[1:])):
         project.model(*lines)
         written = project.autogenerate()

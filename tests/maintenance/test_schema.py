@@ -26,6 +26,7 @@ from projector_dedup import Message, Outcome, make_tables
 from projector_dedup.commands import make_command_tables
 from projector_dedup.effects import make_effect_tables
 from projector_dedup.errors import MissingTableError
+from projector_dedup.http.parked import make_parked_tables
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.cleanup import count_expired, declare_horizon, prune, redelivery_horizon
 from projector_dedup.maintenance.rows import find, forget, rename
@@ -38,7 +39,7 @@ from projector_dedup.tables import default_metadata as metadata
 # The SQL ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables])
+@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables, make_parked_tables])
 def test_the_sql_makes_the_tables(engine: Engine, schema: str | None, make: Callable[..., DedupTables]) -> None:
     """Of any name, in any schema, side by side, as `create_all` makes them, and with the schema version."""
     default = make(MetaData()).marker.name
@@ -187,7 +188,9 @@ def test_columns_that_are_missing_are_told_before_anything_is_deleted(engine: En
     assert fatal(engine) == ["processed_message has no column occurred_at"]
 
 
-@pytest.mark.parametrize("make", [make_command_tables, make_effect_tables], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [make_command_tables, make_effect_tables, make_parked_tables], ids=lambda make: make.__name__
+)
 def test_a_table_of_another_kind_is_refused(engine: Engine, make: Callable[..., DedupTables]) -> None:
     """It has all columns of a marker; forgetting a "marker" would delete an answer, or an effect that is not sent."""
     its = make(MetaData(), "other")
@@ -253,7 +256,7 @@ def test_a_missing_table_is_named(engine: Engine) -> None:
 # What is wrong with tables ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables])
+@pytest.mark.parametrize("make", [make_tables, make_command_tables, make_effect_tables, make_parked_tables])
 def test_create_all_yields_the_same(engine: Engine, make: Callable[..., DedupTables]) -> None:
     """`create_all`, under any name, leaves nothing for `check` to say that matters, and `check` leaves no row."""
     tables = make(MetaData(), name="inbox")
@@ -301,6 +304,8 @@ def rows_of(engine: Engine, tables: DedupTables) -> int | None:
             {"postgresql": "varchar(20)", "mariadb": "VARBINARY(20)", "sqlite": "VARCHAR(20)"},
         ),
         (make_effect_tables, "armed_at", {"postgresql": "integer", "mariadb": "INT"}),
+        (make_parked_tables, "body", {"postgresql": "text", "mariadb": "BLOB"}),
+        (make_parked_tables, "reason", {"postgresql": "varchar(20)", "mariadb": "VARCHAR(20)"}),
     ],
 )
 def test_a_column_that_changes_what_it_keeps_is_found(
@@ -312,7 +317,7 @@ def test_a_column_that_changes_what_it_keeps_is_found(
         pytest.skip("no other type of this kind")
     tables = make(MetaData())
     script = ddl(engine.dialect.name, tables)
-    line = next(each for each in script.splitlines() if each.strip().startswith(f"{column} "))
+    line = next(each for each in script.splitlines() if each.strip().replace("`", "").startswith(f"{column} "))
     run_script(engine, script.replace(line, f"{column} {kind},"))
     (problem,) = fatal(engine, tables)
     name = tables.marker.name

@@ -39,7 +39,7 @@ WINGS: dict[str, set[str]] = {  # a wing imports the core, and of the other wing
     "effects": {"commands"},
     "brokers": set(),
     "http": {"commands", "brokers"},  # a webhook is a consumer of messages that come by HTTP
-    "maintenance": {"commands", "effects"},
+    "maintenance": {"commands", "effects", "http"},  # of http, the table of parked requests: a kind of tables
     "metrics": {"maintenance"},
     "rebuild": {"maintenance"},
     "testing": {"commands", "effects"},

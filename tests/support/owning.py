@@ -12,6 +12,7 @@ from databases import Database
 from projector_dedup import Dispatcher, Message, Outcome, on, projector
 from projector_dedup.commands import Call, Commands, CommandTables, command
 from projector_dedup.effects import Attempt, Effects, EffectTables, effect, stop
+from projector_dedup.http.parked import ParkedTables, Parking
 from projector_dedup.maintenance.check import check
 from projector_dedup.maintenance.state import read_state
 from projector_dedup.tables import DedupTables, default_tables
@@ -52,13 +53,22 @@ def deliver(engine: Engine, message: str | Message, tables: DedupTables = defaul
 
 
 def twice(engine: Engine, tables: DedupTables) -> list[Outcome]:
-    """Deliver a message twice, or ask twice for a command or an effect: the answer is the same; return the outcomes."""
+    """Deliver a message twice, ask twice for a command or an effect, or park a request twice; return the outcomes."""
     if isinstance(tables, EffectTables):
         effects = Effects(sessionmaker(engine), [charge], tables=tables)
         with engine.connect() as connection:
             there = connection.execute(select(tables.marker)).first() is not None
         assert effects.run(charge, 3, key="é ", scope="s") == effects.run(charge, 3, key="é ", scope="s")
         return [Outcome.DUPLICATE if there else Outcome.APPLIED, Outcome.DUPLICATE]
+    if isinstance(tables, ParkedTables):
+        parking = Parking(Dispatcher(sessionmaker(engine), handler), tables, "shop")
+        outcomes: list[Outcome] = []
+        for body in (bytes(range(256)), b"another"):
+            outcomes.append(Outcome.DUPLICATE if parking.ids() else Outcome.APPLIED)
+            parking.park("é ", body, {"a": "é\0"}, "è")
+        assert parking.ids() == ["é "]
+        assert parking.find("é ") == (bytes(range(256)), {"a": "é\0"}, "\\xe8")
+        return outcomes
     if not isinstance(tables, CommandTables):
         return [deliver(engine, "é ", tables) for _ in range(2)]
     commands = Commands(sessionmaker(engine), tables=tables)
