@@ -146,6 +146,7 @@ def recorded_route(
         def get_route_handler(self) -> Endpoint:
             """Return FastAPI's handler of the route, run as a command."""
             _check_async(self.endpoint)
+            # The path would not do: the part of it that a route knows depends on the version of FastAPI.
             own = _recorder(acommands, recording, f"{name}.{self.name}", formerly) if each_route else around
             return own(super().get_route_handler())
 
