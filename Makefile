@@ -57,7 +57,8 @@ mutants: .venv/dev.stamp
 matrix: .venv/dev.stamp
 	@PROJECTOR_DEDUP_TEST_MATRIX=write $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m contract $(ARGS)
 
-# Three nodes of Galera, PostgreSQL with a standby, faults under load; prints what came of it. Some minutes.
+# PostgreSQL with a standby, three nodes of Galera, a group of three MySQL (as in `make servers`), faults under load; prints
+# what came of it. Some minutes each; one of them: ARGS=galera.
 cluster: .venv/dev.stamp
 	@PYTHONPATH=$(TOOLS) $(BIN)/python -m cluster $(ARGS)
 

@@ -53,7 +53,13 @@ _TRANSIENT = {
     *(2002, 2003, 2005, 2006, 2012, 2013, 2026, 2055),  # no connection, or lost
     4031,  # disconnected for inactivity
 }
-_READ_ONLY = {1290, 1792, 1836}  # an option that prevents the statement; tx_read_only; read-only mode
+_READ_ONLY = {
+    *(1290, 1792, 1836),  # an option that prevents the statement; tx_read_only; read-only mode
+    # A group of MySQL chooses another primary, or this member left it:
+    *(3098, 4094),  # SERIALIZABLE is refused meanwhile (a table without primary key always is); all statements are
+    3100,  # at COMMIT, which the other members may have done nevertheless
+    *(3781, 3782, 3783, 3796, 3797, 3798, 3799),  # a statement that had to wait for other members, and cannot
+}
 _LOCK_TIMEOUT = {_LOCK_WAIT_TIMEOUT, _STATEMENT_TIMEOUT, 3572}  # the last: NOWAIT
 _LATER = {
     *(1021, 1114, 1026, 3),  # disk full, table full, error writing a file

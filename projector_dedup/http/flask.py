@@ -26,7 +26,6 @@ from .recording import (
     KEY_HEADER,
     MAX_INFLATED,
     NAME,
-    PROBLEM_JSON,
     PUBLIC,
     Answer,
     Answers,
@@ -79,7 +78,7 @@ def install(app: Flask, *, on_rejected: Mapping[str, int] | None = None, **answe
 
     def answer(error: Exception) -> Response:
         problem = chosen.to(error, request.headers.getlist(KEY_HEADER))
-        return Response(problem.body, problem.status, dict(problem.headers), mimetype=PROBLEM_JSON)
+        return Response(problem.body, problem.status, dict(problem.headers), mimetype=problem.content_type)
 
     for kind in ANSWERED:
         app.register_error_handler(kind, answer)

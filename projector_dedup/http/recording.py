@@ -10,7 +10,7 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from email.message import Message
 from enum import Enum
@@ -54,6 +54,7 @@ KEY_HEADER = "Idempotency-Key"
 REPLAYED_HEADER = "Idempotent-Replayed"
 MAX_KEY = 255  # characters
 PROBLEM_JSON = "application/problem+json"
+JSON = "application/json"
 
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')  # a String of RFC 9651
 _BARE = re.compile(r"[!#-+\--\[\]-~]+")  # what is visible in ASCII, but no quote, comma or backslash
@@ -115,11 +116,12 @@ def replay_headers(done: Handled[Any] | Rejected, key: str | None) -> dict[str, 
 
 @dataclass(frozen=True)
 class Problem:
-    """An answer that says what went wrong: status, headers, and a body of RFC 9457."""
+    """An answer that says what went wrong: status, headers, and a body of JSON, by default that of RFC 9457."""
 
     status: int
     members: Mapping[str, Any]
     headers: Mapping[str, str] = field(default_factory=dict)
+    content_type: str = PROBLEM_JSON
 
     @property
     def body(self) -> bytes:
@@ -141,13 +143,16 @@ class Answers:
 
     ``on_rejected`` maps the code of a rejection to a status; 422 is that of all others. ``mismatch_status`` is that of
     a key which came before with another request: 409 suits clients for whom 422 means a failed validation.
-    ``retry_after`` is in seconds. ``type_base`` begins the ``type`` of each problem.
+    ``retry_after`` is in seconds. ``type_base`` begins the ``type`` of each problem. ``body`` is a function for clients
+    of a standard with its own errors: it gets each ``Problem``, and returns the members of the JSON object to send in
+    its place, as ``application/json``.
     """
 
     on_rejected: Mapping[str, int] = field(default_factory=dict)
     mismatch_status: int = 422
     retry_after: int = 1
     type_base: str = "urn:projector-dedup:problem:"
+    body: Callable[[Problem], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         statuses = [self.mismatch_status, *self.on_rejected.values()]
@@ -174,7 +179,7 @@ class Answers:
             error,
             exc_info=error if unavailable else None,
         )
-        return problem
+        return problem if self.body is None else replace(problem, members=self.body(problem), content_type=JSON)
 
     def _failed(self, error: Exception) -> Problem:
         soon = {"Retry-After": str(self.retry_after)}

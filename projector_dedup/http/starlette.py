@@ -27,7 +27,6 @@ from .recording import (
     ANSWERED,
     KEY_HEADER,
     NAME,
-    PROBLEM_JSON,
     PUBLIC,
     Answer,
     Answers,
@@ -91,7 +90,7 @@ def install(app: Starlette, *, on_rejected: Mapping[str, int] | None = None, **a
 
     async def answer(request: Request, error: Exception) -> Response:
         problem = chosen.to(error, request.headers.getlist(KEY_HEADER))
-        return Response(problem.body, problem.status, dict(problem.headers), PROBLEM_JSON)
+        return Response(problem.body, problem.status, dict(problem.headers), problem.content_type)
 
     for kind in ANSWERED:
         app.add_exception_handler(kind, answer)
@@ -120,6 +119,7 @@ def recorded_route(
     methods: Collection[str] = ("POST", "PATCH"),
     headers: Collection[str] = (),
     name: str = NAME,
+    each_route: bool = False,
     formerly: Collection[str] = (),
 ) -> type[APIRoute]:
     """Return a route class for FastAPI whose endpoints are done once for each key, and whose answers are recorded.
@@ -128,15 +128,18 @@ def recorded_route(
     returns, or awaits, whose key it is; **it has to verify who asks, because dependencies do not run for a recorded
     answer**. ``PUBLIC`` shares keys and answers among all callers. ``required=False`` lets requests without a key run
     unrecorded. ``headers`` are recorded beside those that describe the body. ``name`` is the operation of these
-    endpoints: give each service a name of its own if two share a database. ``formerly`` lists names from before, as in
-    ``@command``.
+    endpoints: give each service a name of its own if two share a database. With ``each_route=True``, each route is an
+    operation of its own, ``<name>.<name of the route>``, so that the same key at two routes is two requests. Write
+    ``@router.post(path, name=...)``: the default is the name of the function, which must then not change. ``formerly``
+    lists names from before, as in ``@command``.
 
     Raises ``HandlerDefinitionError``, for a wrong argument and for an endpoint that is no ``async def``.
     """
     with needs("fastapi"):
         from fastapi.routing import APIRoute
 
-    around = _recorder(acommands, Recording(scope, required, methods, headers), name, formerly)
+    recording = Recording(scope, required, methods, headers)
+    around = _recorder(acommands, recording, name, formerly)
 
     class RecordedRoute(APIRoute):
         """A route whose answers are recorded."""
@@ -144,7 +147,9 @@ def recorded_route(
         def get_route_handler(self) -> Endpoint:
             """Return FastAPI's handler of the route, run as a command."""
             _check_async(self.endpoint)
-            return around(super().get_route_handler())
+            # The path would not do: the part of it that a route knows depends on the version of FastAPI.
+            own = _recorder(acommands, recording, f"{name}.{self.name}", formerly) if each_route else around
+            return own(super().get_route_handler())
 
     return RecordedRoute
 

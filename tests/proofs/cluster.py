@@ -25,17 +25,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import NullPool, Row, Select, create_engine, delete, make_url, select, text
+from sqlalchemy import URL, NullPool, Row, Select, create_engine, delete, make_url, select, text
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.orm import Session
 
 from convergence import Messages, generate, totals_of
 from databases import until
-from galera import GaleraCluster, GaleraNode, GaleraUnavailableError, galera_cluster
+from galera import GaleraCluster, GaleraUnavailableError, galera_cluster
 from kit import Added, Harness, Subject, Total, add
+from mysql_group import MySQLGroup, mysql_group
 from projector_dedup import Outcome
-from projector_dedup.errors import BatchFailed, DeliveryFailed, ProjectorDedupError
+from projector_dedup.errors import BatchFailed, DeliveryFailed, ProjectorDedupError, RefusedError
 from projector_dedup.tables import default_tables
+from servers import NotSetUpError
 from standby import Primary, either, standby_of
 
 PATIENCE = 180.0  # seconds for anything that must happen
@@ -70,7 +72,8 @@ class Broker:
                 outcome = deliver(message_id, self.messages[message_id])
             except Exception as error:
                 self._settle(message_id, error)
-                if not isinstance(error, (ProjectorDedupError, DeliveryFailed, BatchFailed, Broken)):
+                passing = isinstance(error, (ProjectorDedupError, DeliveryFailed, BatchFailed, Broken))
+                if not passing or isinstance(error, RefusedError):  # no cluster needs another configuration
                     raise
                 time.sleep(0.05)
             else:
@@ -280,8 +283,7 @@ def _through(
             broker.wait_for(len(messages) // 3)
             cluster.nodes[2].kill()
             acknowledged = broker.seen
-            markers = _settled(cluster.nodes[0], select(default_tables.marker.c.message_id))
-            lost = acknowledged - {str(message_id) for (message_id,) in markers}
+            lost = acknowledged - _markers(cluster.nodes[0].url, SYNCED)
             broker.wait_for(2 * len(messages) // 3)
             cluster.rejoin(cluster.nodes[2])
     seconds = time.monotonic() - began
@@ -294,21 +296,67 @@ def _empty(session: Session) -> None:
 
 
 def _totals(cluster: GaleraCluster) -> dict[str, dict[str, int]]:
-    return {
-        node.name: {str(key): int(amount) for key, amount in _settled(node, select(Total.key, Total.amount))}
-        for node in cluster.nodes
-    }
+    return {node.name: _totals_at(node.url, SYNCED) for node in cluster.nodes}
 
 
-def _settled(node: GaleraNode, statement: Select[*tuple[Any, ...]]) -> Sequence[Row[*tuple[Any, ...]]]:
+SYNCED = "SET SESSION wsrep_sync_wait = 1"
+
+
+def _totals_at(node: URL, synced: str) -> dict[str, int]:
+    return {str(key): int(amount) for key, amount in _settled(node, synced, select(Total.key, Total.amount))}
+
+
+def _markers(node: URL, synced: str) -> set[str]:
+    return {str(message_id) for (message_id,) in _settled(node, synced, select(default_tables.marker.c.message_id))}
+
+
+def _settled(node: URL, synced: str, statement: Select[*tuple[Any, ...]]) -> Sequence[Row[*tuple[Any, ...]]]:
     """Return rows of a node as they are when it has applied everything that the cluster has committed."""
-    with create_engine(node.url, poolclass=NullPool).connect() as connection:
-        connection.execute(text("SET SESSION wsrep_sync_wait = 1"))
+    with create_engine(node, poolclass=NullPool).connect() as connection:
+        connection.execute(text(synced))
         connection.commit()
         return connection.execute(statement).all()
 
 
-SERVERS = {"postgresql": postgresql, "galera": galera}
+# MySQL: a group of three, one of which takes writes -----------------------------------------------------------------
+
+MYSQL_DRIVERS = ("pymysql", "mysqldb", "asyncmy", "aiomysql") * 2  # one worker each
+CONSISTENCIES = ("EVENTUAL", "BEFORE_ON_PRIMARY_FAILOVER", "BEFORE", "AFTER")
+
+
+def mysql(seed: int, number: int) -> Iterator[Ran]:
+    """Run three faults on a group at each setting of group_replication_consistency, each with empty tables."""
+    for consistency in CONSISTENCIES:
+        with mysql_group(3, group_replication_consistency=consistency) as group:
+            with Harness(Subject(group.url("pymysql"))) as owner:
+                owner.create_tables()
+            for name, fault in (("switched", group.switch), ("frozen", group.freeze), ("killed", group.kill)):
+                yield _in_group(group, f"group, {consistency}, primary {name}", seed, number, fault)
+
+
+def _in_group(group: MySQLGroup, name: str, seed: int, number: int, fault: Callable[[], None]) -> Ran:
+    """Deliver each message two or three times, and let the primary fail at a third of the messages."""
+    synced = "SET SESSION group_replication_consistency = 'BEFORE'"
+    broker, handler = Broker(generate(seed, number), seed, redelivered=1.0), Handler(seed)
+    with contextlib.ExitStack() as stack:
+        owner, *workers = (
+            stack.enter_context(Harness(Subject(group.url(driver), prepare=group.follow)))
+            for driver in ("pymysql", *MYSQL_DRIVERS)
+        )
+        owner.transact(_empty)
+        began = time.monotonic()
+        with working(broker, [handler.through(worker) for worker in workers]):
+            broker.wait_for(number // 3)
+            fault()
+            acknowledged = broker.seen
+            lost = acknowledged - _markers(group.url("pymysql"), synced)
+            broker.send_again(acknowledged)
+        seconds = time.monotonic() - began
+    found = {f"port {node.port}": _totals_at(group.url("pymysql", node), synced) for node in group.nodes}
+    return Ran(name, broker, handler.runs, seconds, found, len(acknowledged), len(lost))
+
+
+SERVERS = {"postgresql": postgresql, "galera": galera, "mysql": mysql}
 
 
 def main() -> int:
@@ -332,5 +380,11 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (KeyboardInterrupt, GaleraUnavailableError, ImportError, subprocess.CalledProcessError) as reason:
+    except (
+        KeyboardInterrupt,
+        GaleraUnavailableError,
+        NotSetUpError,
+        ImportError,
+        subprocess.CalledProcessError,
+    ) as reason:
         sys.exit(f"make cluster: {str(reason) or 'stopped'}")

@@ -157,7 +157,7 @@ def main() -> int:
     for name in options.servers or SERVERS:
         server = SERVERS[name]
         try:
-            with server.running(_fetched(name)) as url:
+            with server.running(fetched(name)) as url:
                 version = _version(url)
                 print(f"servers: {name} is {version}", flush=True)
                 outcomes = _tested(server.engine, url, options.tests or TESTS, options.workers)
@@ -178,7 +178,7 @@ def main() -> int:
     return 1 if failed else 2 if missing and not options.today else 0
 
 
-def _fetched(name: str) -> Path:
+def fetched(name: str) -> Path:
     """Return the folder of a server, which is fetched if it is not there."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "projector-dedup", "servers")
     folder = Path(os.environ.get(f"{OURS}SERVERS") or cache).absolute() / name

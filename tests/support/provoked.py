@@ -106,6 +106,8 @@ PROVOKED = {
         Provoked("3819", REJECTED, ("INSERT INTO provoked VALUES (2, -1, 'two')",)),
         Provoked("3024", LATER, ("SELECT /*+ MAX_EXECUTION_TIME(50) */ sleep(600) FROM information_schema.tables",)),
         *(_signalled(number, NOW) for number in (3032, 3058, 3101, 3168, 3169)),
+        *(_signalled(number, Failure.READ_ONLY) for number in (3098, 3100, 4094)),
+        *(_signalled(number, Failure.READ_ONLY) for number in (3781, 3782, 3783, 3796, 3797, 3798, 3799)),
     ),
     "sqlite": (
         Provoked("SQLITE_BUSY", Failure.LOCK_TIMEOUT, ("PRAGMA busy_timeout = 0", FIRST), "BEGIN IMMEDIATE"),
