@@ -16,13 +16,14 @@ from ..closing import connected
 from ..dialects import Failure, dialect_of
 from ..dialects.columns import exact_bytes
 from ..dispatcher import AsyncDispatcher, Dispatcher
-from ..errors import MissingTableError
+from ..errors import MissingTableError, RefusedError
 from ..message import valid_handler
 from ..tables import DedupTables, key_tables
 
 __all__ = ["ParkedTables", "default_parked_tables", "make_parked_tables"]
 
 DEFAULT_NAME = "parked_webhook"
+MAX_BODY, MAX_HEADERS = (1 << 24) - 1, (1 << 16) - 1  # bytes
 SECRET = ("auth", "cookie", "hmac", "key", "password", "secret", "sig", "token")
 """A header whose name contains one of these texts is not stored: it may be a password, or permit a replay."""
 
@@ -84,9 +85,12 @@ class Parking:
         self._ours = self._table.c.handler == self._handler
 
     def park(self, key: str, body: bytes, headers: Mapping[str, str], reason: str) -> None:
-        """Store a request. If one with this key is parked already, keep that one."""
+        """Store a request. If one with this key is parked already, keep that one. ``RefusedError`` if it is too large."""
+        kept = json.dumps(headers)
+        if len(body) > MAX_BODY or len(kept) > MAX_HEADERS:  # MariaDB would cut them, if it is not in strict mode
+            raise RefusedError(f"a parked request has at most {MAX_BODY} bytes of body and {MAX_HEADERS} of headers")
         values: dict[str, object] = {"message_id": key, "handler": self._handler, "reason": _plain(reason)}
-        values |= {"headers": json.dumps(headers), "body": body}
+        values |= {"headers": kept, "body": body}
         with self._transaction() as connection:
             dialect_of(connection).insert_new(connection, self._table, values)
 

@@ -95,7 +95,7 @@ class Webhook:
       default, ``"answer"``, stores nothing.
     - ``parked``: the tables of parked requests, with ``on_reject="park"``. The default is ``default_parked_tables``.
 
-    Raises ``HandlerDefinitionError``, ``TypeError`` or ``ValueError`` for a wrong argument.
+    Raises ``HandlerDefinitionError``, ``RefusedError``, ``TypeError`` or ``ValueError`` for a wrong argument.
     """
 
     def __init__(

@@ -154,6 +154,19 @@ def test_what_cannot_be_parked_is_503(driver: Driver, rig_on: RigOn, caplog: pyt
     assert parks.send(from_yours()) == (200, "applied")
 
 
+@in_each_framework
+def test_a_request_that_a_column_would_cut_is_503(
+    driver: Driver, rig_on: RigOn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A body of 16 MiB, and headers of 64 KiB; the log says so."""
+    parks = Parks(rig_on(driver), max_bytes=1 << 25)
+    large = json.dumps("x" * (1 << 24)).encode()
+    for sent in (from_yours(large), from_yours(X_Note="x" * (1 << 16))):
+        assert parks.send(sent) == (503, "try again")
+    assert caplog.text.count("a parked request has at most") == 2
+    assert parks.rows() == []
+
+
 @on_servers
 @pytest.mark.parametrize("cut", ["before", "after"])
 def test_a_commit_of_a_parked_request_whose_outcome_is_unknown_is_503(driver: Driver, rig_on: RigOn, cut: Cut) -> None:

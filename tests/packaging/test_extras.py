@@ -33,7 +33,7 @@ NEEDED = {  # by each module: the package that is looked for first, and the extr
 }
 NO_PACKAGE = {
     *("brokers.dead_letters", "brokers.incoming", "brokers.rabbitmq", "brokers.running", "brokers.settling"),
-    *("http.recording", "http.webhook"),
+    *("http.parked", "http.recording", "http.webhook"),
 }
 
 PROGRAM = """
