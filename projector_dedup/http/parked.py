@@ -85,7 +85,7 @@ class Parking:
         self._ours = self._table.c.handler == self._handler
 
     def park(self, key: str, body: bytes, headers: Mapping[str, str], reason: str) -> None:
-        """Store a request. If one with this key is parked already, keep that one. ``RefusedError`` if it is too large."""
+        """Store a request. If one with this key is parked already, keep that one. Refuse one that is too large."""
         kept = json.dumps(headers)
         if len(body) > MAX_BODY or len(kept) > MAX_HEADERS:  # MariaDB would cut them, if it is not in strict mode
             raise RefusedError(f"a parked request has at most {MAX_BODY} bytes of body and {MAX_HEADERS} of headers")
