@@ -603,7 +603,7 @@ def test_a_wrong_by_is_refused(factory: sessionmaker[Session], by: Any, says: st
 @pytest.mark.parametrize(
     "by",
     [alone, "alone", "both.add", ["both.add", "both.note"], (alone,), f"{__name__}.Derived.add"],
-    ids=str,
+    ids=["function", "its name", "identity", "identities", "tuple", "inherited"],
 )
 def test_each_way_to_name_a_handler_is_understood(factory: sessionmaker[Session], by: Any) -> None:
     """A function, its name, an identity, a list and a tuple."""
