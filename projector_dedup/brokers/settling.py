@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, TypedDict, TypeVar, get_args
 
@@ -36,7 +36,7 @@ from ..errors import (
 )
 from ..message import Message, envelope, id_text, logger_of, printable, valid_source
 from ..observer import Reason
-from ..outcome import Delivery, Outcome
+from ..outcome import Delivery
 from ..verdict import Action, Verdict, verdict_of
 from .dead_letters import DeadLetter, Decide, Fate, Judge
 from .incoming import Convert, Incoming, check_convert, json_event
@@ -75,13 +75,14 @@ class Settled:
     """The decision about one message: the consumer acknowledges it if ``verdict`` is None, else follows the verdict.
 
     ``reason`` is the error, shortened and printable; put it into the dead letter of a rejected message. ``label`` is
-    the reason in metrics; None if the message is acknowledged. ``outcome`` is that of an acknowledged message.
+    the reason in metrics; None if the message is acknowledged. ``delivery`` is what the dispatcher returned
+    for an acknowledged message; ``==`` ignores it.
     """
 
     verdict: Verdict | None = None
     reason: str = ""
     label: Reason | None = None
-    outcome: Outcome | None = None
+    delivery: Delivery | None = field(default=None, compare=False, repr=False)
 
     @property
     def acknowledge(self) -> bool:
@@ -294,7 +295,7 @@ class Settling:
             self._observing.report_delivery(
                 "acknowledged", self._broker, None, self._id_of(incoming, event), incoming.attempt
             )
-        return Settled(outcome=delivery.outcome)
+        return Settled(delivery=delivery)
 
     def _wait(self, returned: Any) -> Any:
         """Return the result of a call of the dispatcher. An ``AsyncDispatcher`` returns a coroutine."""

@@ -271,8 +271,8 @@ def _joined(headers: Headers) -> dict[str, str]:
 
 def _answer(settled: Settled) -> Reply:
     """Return the answer to a request whose event was delivered. It says nothing of the error."""
-    if settled.outcome is not None:
-        return _reply(200, settled.outcome.value)
+    if settled.delivery is not None:
+        return _reply(200, settled.delivery.outcome.value)
     if settled.label in ("invalid_id", "invalid_message"):
         return _reply(400, "invalid")
     if settled.reject:
