@@ -254,7 +254,7 @@ class Webhook:
             place, value = places[name], found[name]
             where = "body" if callable(place) else f"header {place}"
             if place is not None and (value is None or str(value).isspace() or value == ""):
-                raise InvalidMessageError(f"the request has no {name}, which is in the {where}")
+                raise InvalidMessageError(f"the {where} has no {name} of the event")
             if isinstance(place, str) and "," in str(value):
                 raise InvalidMessageError(f"the {where} came more than once, or contains a comma")
         return replace(incoming, message_id=found["id"], type=found["type"], occurred_at=found["occurred_at"])

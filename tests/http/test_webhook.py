@@ -4,7 +4,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -502,7 +501,6 @@ def test_a_wrong_argument_is_refused(arguments: Any, options: Any, error: type[E
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_garbage_is_answered_401(provider: str, body: bytes, headers: dict[str, str]) -> None:
     """Whatever a stranger sends: no error leaves the webhook."""
-    logging.getLogger("projector_dedup.consumers").setLevel(logging.CRITICAL)
     webhook = Webhook(_nothing(), PROVIDERS[provider](SECRET))
     named = {name: value for name, value in SENT[provider]().headers.items() if name.lower() != "content-type"}
     for each in (headers, {**named, **headers}, dict(zip(named, headers.values(), strict=False))):
