@@ -27,6 +27,7 @@ from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import HandlerDefinitionError, InvalidMessageError
 from ..extras import needs
 from ..message import by_path, logger_of, valid_message_id
+from ..outcome import Outcome
 from .parked import ParkedTables, Parking, default_parked_tables, without_secrets
 
 __all__ = ["Provider", "Reply", "Webhook", "github", "shopify", "standard_webhooks", "stripe"]
@@ -174,8 +175,8 @@ class Webhook:
         """Keep, replay or drop each parked request, as ``decide`` says. `idempotency dead` calls it.
 
         Returns a ``Sifted``; with an ``AsyncDispatcher``, a coroutine that returns it. A replay delivers the request,
-        which it does not verify again, and deletes the row if the delivery is acknowledged. Otherwise the request stays
-        parked, with the new reason. If the process ends before the row is deleted, replay it again: the event is a
+        which it does not verify again, and deletes the row if the event was applied, now or earlier. Otherwise the
+        request stays parked, with the new reason. If the process ends before the row is deleted, replay it again: the event is a
         duplicate then.
 
         Raises ``ValueError`` without ``on_reject="park"``, ``MissingTableError``, or the database's error.
@@ -190,15 +191,18 @@ class Webhook:
             if (parked := self._parking.find(key)) is None:
                 continue  # another person was faster
             body, headers, reason = parked
-            incoming = Incoming(body, headers=headers)
+            incoming = Incoming(body, key, headers=headers)
             with suppress(Exception):  # it may be parked because it cannot be read
                 incoming = self._incoming(body, headers)
             fate = judge(incoming, reason, None)
             if fate == "stop":
                 break
-            if fate == "replay" and not (delivered := self._deliver(body, headers)).acknowledge:
-                self._parking.explain(key, delivered.reason)
-            elif fate != "keep":
+            if fate == "replay":
+                delivered = self._deliver(body, headers)
+                if delivered.delivery is None or delivered.delivery.outcome is Outcome.SKIPPED:
+                    self._parking.explain(key, delivered.reason or "skipped: no handler took the event, or it is late")
+                    continue
+            if fate != "keep":
                 self._parking.drop(key)
                 settled += 1
         return Sifted(len(ids), settled)

@@ -341,6 +341,28 @@ def test_what_is_rejected_again_stays_with_its_new_reason(parks: Parks) -> None:
     parks.rig.assert_settled(NOTHING)
 
 
+@everywhere
+def test_what_a_replay_skips_stays_parked(driver: Driver, rig_on: RigOn) -> None:
+    """No handler takes the type any more, or the webhook is another one of the provider: nothing was applied."""
+    rig = rig_on(driver)
+    with emptied(rig):
+        parks = Parks(rig)
+        assert parks.send(from_yours()) == (200, "parked")
+        parks.hook = Hook(rig, yours(), parks._handle, on_reject="park", takes="another")
+        parks.webhook = parks.hook.webhook
+        assert parks.settle(replay_each) == Sifted(1, 0)
+        assert [(row[0], row[2]) for row in parks.rows()] == [
+            ("7", "skipped: no handler took the event, or it is late")
+        ]
+
+
+@in_each_framework
+def test_one_that_cannot_be_read_is_listed_by_its_row(parks: Parks) -> None:
+    """By its id, though it has no type: a person drops it by what the list shows."""
+    assert parks.send(Sent(b"{}", {"X-Password": "open", "X-Id": "7"})) == (200, "parked")
+    assert parks.settle(lambda letter: "drop" if letter.id == "7" else "keep") == Sifted(1, 1)
+
+
 @in_each_framework
 def test_a_person_may_keep_drop_or_stop(parks: Parks) -> None:
     """The library counts what it has settled, and what was there."""
