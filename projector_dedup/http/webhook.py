@@ -176,8 +176,8 @@ class Webhook:
 
         Returns a ``Sifted``; with an ``AsyncDispatcher``, a coroutine that returns it. A replay delivers the request,
         which it does not verify again, and deletes the row if the event was applied, now or earlier. Otherwise the
-        request stays parked, with the new reason. If the process ends before the row is deleted, replay it again: the event is a
-        duplicate then.
+        request stays parked, with the new reason. If the process ends before the row is deleted, replay it again: the
+        event is a duplicate then, if its handler is idempotent.
 
         Raises ``ValueError`` without ``on_reject="park"``, ``MissingTableError``, or the database's error.
         """
