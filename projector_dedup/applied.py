@@ -12,27 +12,23 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
-from weakref import WeakSet
 
 from sqlalchemy import Select, Table, bindparam, select
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session
 
-from .closing import drop
 from .dialects import dialect_of
 from .errors import HandlerDefinitionError, UnsafeSessionError
 from .handler import Handler, may_share_messages, owner_of
-from .inherited import leave_to_parent
 from .markers import bind_of_marker, library_errors, refuse_shared_markers, translate_map
 from .message import printable
+from .opening import prepared
 from .reentry import is_within_handler
 from .tables import DedupTables
+from .unit_of_work import close_session
 from .waiting import Waiting
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.25  # seconds
-
-_prepared: WeakSet[Engine] = WeakSet()
-"""Engines that ``Dialect.prepare`` has prepared for a look."""
 
 
 class OneFunction(Protocol):
@@ -95,11 +91,7 @@ def _reading(factory: Any, tables: DedupTables) -> Iterator[Connection]:
     if isinstance(bind, Connection):  # of a test, which sees its own transaction, and rolls it back
         yield bind
         return
-    leave_to_parent(bind)
-    dialect = dialect_of(bind)
-    if bind not in _prepared:
-        dialect.prepare(bind)
-        _prepared.add(bind)
+    dialect = prepared(bind)
     session.begin()  # the factory may have autobegin=False
     taken: list[Connection] = []
     try:
@@ -107,12 +99,7 @@ def _reading(factory: Any, tables: DedupTables) -> Iterator[Connection]:
         dialect.lock_nothing(taken[0])
         yield taken[0]
     finally:
-        try:
-            session.close()
-        except BaseException as error:
-            drop(taken)
-            if not isinstance(error, Exception):
-                raise
+        close_session(session, taken)  # what was read stays read
 
 
 @cache

@@ -9,7 +9,7 @@ SQL inside the transaction, if the database can do that (docs/adr/0005-handlers-
 from __future__ import annotations
 
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import Dialect as EngineDialect
@@ -40,6 +40,8 @@ from .read_models import LockingSession, locking_session
 logger = logger_of("projector_dedup")
 
 _TOO_LATE = {"25001", "25P02"}  # active_sql_transaction: a query has run; in_failed_sql_transaction
+
+_prepared: WeakSet[Engine] = WeakSet()
 
 _begun_by_claims: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
 """True for engines whose claims send BEGIN, too. Decided once (docs/adr/0006-round-trips-and-batches.md)."""
@@ -193,13 +195,22 @@ def _note_level(
         session.conflicts_are_found = dialect.detects_lost_updates(connection, level)
 
 
+def prepared(engine: Engine) -> Dialect:
+    """Return the dialect of an engine, which it has prepared once in this process."""
+    leave_to_parent(engine)
+    dialect = dialect_of(engine)
+    if engine not in _prepared:
+        dialect.prepare(engine)
+        _prepared.add(engine)
+    return dialect
+
+
 def _admit(engine: Engine, dialect: Dialect) -> bool:
     """Prepare an engine once, or refuse it as unsafe. Return True if its claims also send BEGIN."""
     known = _begun_by_claims.get(engine)
     if known is None:
-        leave_to_parent(engine)
         try:
-            dialect.prepare(engine)
+            prepared(engine)
             with connected(engine) as connection:
                 dialect.refuse_unsafe(connection)
                 dialect.status(connection.connection.driver_connection)
@@ -216,6 +227,7 @@ def _admit(engine: Engine, dialect: Dialect) -> bool:
 @after_fork
 def _forget_engines() -> None:
     """Admit each engine anew in a forked process, where it gets a new pool."""
+    _prepared.clear()
     _begun_by_claims.clear()
 
 

@@ -452,7 +452,7 @@ class UnitOfWork:
                         guard.must_disconnect = True  # the pool must not keep a server that is no primary
                     guard.leave_nothing_open()
         finally:
-            failure = self._close_session()
+            failure = close_session(self._session, self._session.taken if self.durable else ())
             if failure is not None and self._committed:
                 logger.warning("closing the session failed after the commit; the message is applied", exc_info=failure)
             elif failure is not None and (error is None or _is_loss(failure, error)):  # otherwise raise the first error
@@ -461,17 +461,6 @@ class UnitOfWork:
             if error is None or isinstance(error, Exception):
                 raise violation from error
             logger.error("%s", violation)
-
-    def _close_session(self) -> Exception | None:
-        """Close the session. If that fails, drop its connections and return the error."""
-        try:
-            self._session.close()
-        except BaseException as error:
-            drop(self._session.taken if self.durable else ())
-            if not isinstance(error, Exception):
-                raise
-            return error
-        return None
 
     # For a caller that retries --------------------------------------------------------------------------------------
 
@@ -502,6 +491,18 @@ def _was_refused(guard: Guard, error: Exception) -> bool:
     if isinstance(error, TransactionViolatedError):
         return True
     return isinstance(error, DBAPIError) and guard.dialect.commit_refused(error)
+
+
+def close_session(session: Session, taken: Iterable[Connection]) -> Exception | None:
+    """Close a session. If that fails, drop the connections that it has ``taken``, and return the error."""
+    try:
+        session.close()
+    except BaseException as error:
+        drop(taken)
+        if not isinstance(error, Exception):
+            raise
+        return error
+    return None
 
 
 def _is_loss(failure: Exception, error: BaseException) -> bool:

@@ -10,14 +10,15 @@ from typing import ClassVar
 
 from sqlalchemy import Column, ColumnElement, MetaData, Text, delete, select, update
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DBAPIError
 
 from ..closing import connected
-from ..dialects import Failure, dialect_of
+from ..dialects import dialect_of
 from ..dialects.columns import exact_bytes
 from ..dispatcher import AsyncDispatcher, Dispatcher
-from ..errors import MissingTableError, RefusedError
+from ..errors import RefusedError
+from ..markers import library_errors
 from ..message import valid_handler
+from ..opening import prepared
 from ..tables import DedupTables, key_tables
 
 __all__ = ["ParkedTables", "default_parked_tables", "make_parked_tables"]
@@ -122,16 +123,10 @@ class Parking:
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
         engine = self._dispatcher.markers_engine
-        dialect = dialect_of(engine)
-        dialect.prepare(engine)
-        with connected(engine) as connection:
-            try:
-                yield connection
-                connection.commit()
-            except DBAPIError as error:
-                if dialect.classify(error) is Failure.NO_TABLE:
-                    raise MissingTableError(self._tables.missing(connection)) from error
-                raise
+        dialect = prepared(engine)
+        with connected(engine) as connection, library_errors(connection, dialect, self._tables):
+            yield connection
+            connection.commit()
 
 
 def without_secrets(headers: Mapping[str, str], needed: Collection[str]) -> dict[str, str]:
