@@ -31,12 +31,11 @@ async def consumer_named(place: str, instead: Mapping[str, str], *kinds: type[An
     """
     try:
         found = imported(place, "CONSUMER", _EXAMPLE)
-        found = getattr(found, "webhook", found)
-        if inspect.isroutine(found):
+        if inspect.isroutine(found) and not hasattr(found, "webhook"):
             with importing(place, "CONSUMER", _EXAMPLE):
                 found = found()
                 found = await found if inspect.isawaitable(found) else found
-                found = getattr(found, "webhook", found)
+        found = getattr(found, "webhook", found)
         _check(found, place, instead, kinds or (Runs,))
     except Failed as error:
         raise Misnamed(error.message) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, ParamSpec, Self, overload
+from typing import Any, Literal, ParamSpec, Self, Unpack, overload
 
 from sqlalchemy.orm import Session
 
@@ -20,7 +20,6 @@ from ..brokers.incoming import Convert, json_event
 from ..commands import Call, Commands, ResultError
 from ..dispatcher import Dispatcher
 from ..errors import HandlerDefinitionError, UnsafeSessionError
-from .parked import ParkedTables
 from .recording import (
     ANSWERED,
     KEY_HEADER,
@@ -40,7 +39,7 @@ from .recording import (
     replay_headers,
     restoring,
 )
-from .webhook import Provider, Webhook
+from .webhook import Provider, Webhook, WebhookOptions
 
 __all__ = [
     "PUBLIC",
@@ -152,11 +151,7 @@ def webhook_endpoint(
     dispatcher: Dispatcher,
     provider: Provider,
     convert: Convert = json_event,
-    *,
-    source: str | None = None,
-    max_bytes: int | None = None,
-    on_reject: Literal["answer", "park"] = "answer",
-    parked: ParkedTables | None = None,
+    **options: Unpack[WebhookOptions],
 ) -> Callable[[], Response]:
     """Return a view that delivers the requests of a ``provider`` to a dispatcher, for a POST route.
 
@@ -165,9 +160,7 @@ def webhook_endpoint(
     the errors are those of ``projector_dedup.http.webhook.Webhook``.
     An ``AsyncDispatcher`` raises ``HandlerDefinitionError``.
     """
-    webhook = Webhook(
-        dispatcher, provider, convert, source=source, max_bytes=max_bytes, on_reject=on_reject, parked=parked
-    )
+    webhook = Webhook(dispatcher, provider, convert, **options)
     if webhook.asynchronous:
         raise HandlerDefinitionError(
             "Flask runs async code in another thread: pass a Dispatcher, not an AsyncDispatcher"

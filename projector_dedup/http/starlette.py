@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -22,7 +22,6 @@ from ..brokers.incoming import Convert, json_event
 from ..commands import AsyncCall, AsyncCommands
 from ..dispatcher import AsyncDispatcher, Dispatcher
 from ..errors import HandlerDefinitionError, UnsafeSessionError
-from .parked import ParkedTables
 from .recording import (
     ANSWERED,
     KEY_HEADER,
@@ -42,7 +41,7 @@ from .recording import (
     replay_headers,
     restoring,
 )
-from .webhook import Provider, Webhook
+from .webhook import Provider, Webhook, WebhookOptions
 
 if TYPE_CHECKING:
     from fastapi.routing import APIRoute
@@ -178,11 +177,7 @@ def webhook_endpoint(
     dispatcher: Dispatcher | AsyncDispatcher,
     provider: Provider,
     convert: Convert = json_event,
-    *,
-    source: str | None = None,
-    max_bytes: int | None = None,
-    on_reject: Literal["answer", "park"] = "answer",
-    parked: ParkedTables | None = None,
+    **options: Unpack[WebhookOptions],
 ) -> Endpoint:
     """Return an endpoint that delivers the requests of a ``provider`` to a dispatcher, for a POST route.
 
@@ -190,9 +185,7 @@ def webhook_endpoint(
     arguments, the answers and the errors are those of ``projector_dedup.http.webhook.Webhook``. A ``Dispatcher`` runs
     in Starlette's threads.
     """
-    webhook = Webhook(
-        dispatcher, provider, convert, source=source, max_bytes=max_bytes, on_reject=on_reject, parked=parked
-    )
+    webhook = Webhook(dispatcher, provider, convert, **options)
 
     async def receive_webhook(request: Request) -> Response:
         body, headers = await _body(request, webhook.max_bytes), request.headers.items()

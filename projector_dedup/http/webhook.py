@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import NoneType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from sqlalchemy.util import greenlet_spawn
 
@@ -30,7 +30,7 @@ from ..message import by_path, logger_of, valid_message_id
 from ..outcome import Outcome
 from .parked import ParkedTables, Parking, default_parked_tables, without_secrets
 
-__all__ = ["Provider", "Reply", "Webhook", "github", "shopify", "standard_webhooks", "stripe"]
+__all__ = ["Provider", "Reply", "Webhook", "WebhookOptions", "github", "shopify", "standard_webhooks", "stripe"]
 
 logger = logger_of("projector_dedup.consumers")
 
@@ -81,6 +81,23 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+class WebhookOptions(TypedDict, total=False):
+    """The options of a webhook.
+
+    - ``source``: a text that becomes a part of each message id, if another source of these tables may send the same
+      ids.
+    - ``max_bytes``: the largest body. The default is the provider's.
+    - ``on_reject``: ``"park"`` stores each verified request that would be answered 400 or 422, and answers 200. The
+      default, ``"answer"``, stores nothing.
+    - ``parked``: the tables of parked requests, with ``on_reject="park"``. The default is ``default_parked_tables``.
+    """
+
+    source: str | None
+    max_bytes: int | None
+    on_reject: Literal["answer", "park"]
+    parked: ParkedTables | None
+
+
 class Webhook:
     """Verifies requests of one provider, delivers their events to a dispatcher, and answers. Knows no framework.
 
@@ -89,12 +106,8 @@ class Webhook:
     - ``provider``: such as ``stripe(secret)``, or a ``Provider`` of your own.
     - ``convert``: builds the event from an ``Incoming``, as in a consumer of a broker. The names of its headers are in
       lower case.
-    - ``source``: a text that becomes a part of each message id, if another source of these tables may send the same
-      ids.
-    - ``max_bytes``: the largest body. The default is the provider's.
-    - ``on_reject``: ``"park"`` stores each verified request that would be answered 400 or 422, and answers 200. The
-      default, ``"answer"``, stores nothing.
-    - ``parked``: the tables of parked requests, with ``on_reject="park"``. The default is ``default_parked_tables``.
+
+    The other options are ``WebhookOptions``.
 
     Raises ``HandlerDefinitionError``, ``RefusedError``, ``TypeError`` or ``ValueError`` for a wrong argument.
     """
@@ -386,7 +399,7 @@ def _signature(headers: Mapping[str, str], name: str) -> str:
 
 
 def _hmac(secret: str, body: bytes) -> bytes:
-    return hmac.new(secret.encode(), body, hashlib.sha256).digest()
+    return hmac.digest(secret.encode(), body, "sha256")
 
 
 def _same(given: str, computed: str) -> bool:

@@ -5,7 +5,6 @@ import base64
 import contextlib
 import json
 import os
-import re
 import shutil
 import sqlite3
 import subprocess
@@ -25,6 +24,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from cut_proxy import Cut, CutProxy
 from databases import Driver
 from http_rig import FRAMEWORK, WEB, serving
+from pages import snippets
 from projector_dedup import Defer, Dispatcher, Message
 from projector_dedup.errors import HandlerDefinitionError
 from projector_dedup.http.webhook import Provider, Webhook, github, stripe
@@ -509,25 +509,19 @@ def test_garbage_is_answered_401(provider: str, body: bytes, headers: dict[str, 
 
 # The page -------------------------------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "webhooks.md").read_text(encoding="utf-8")
+PAGE = "docs/webhooks.md"
 SECRETS = {"STRIPE_SECRET": "whsec_test", "GITHUB_SECRET": "test"}
-
-
-def blocks(language: str) -> list[str]:
-    """The blocks of the page in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("openssl")), reason="the page needs curl and openssl")
 def test_the_page_typed_from_top_to_bottom(tmp_path: Path) -> None:
     """The program receives what the shell sends, prints what the page shows, and passes its test."""
-    program, test, *_ = blocks("python")
+    program, test, *_ = snippets(PAGE)
     (tmp_path / "webhooks.py").write_text(program, encoding="utf-8")
     environment = {**os.environ, **SECRETS}
     port = free_port()
     with serving("webhooks:app", port, tmp_path, environment):
-        (shell,), (shown,) = blocks("bash"), blocks("text")
+        (shell,), (shown,) = snippets(PAGE, "bash"), snippets(PAGE, "text")
         sent = subprocess.run(
             ["bash", "-c", shell.replace("localhost:8000", f"127.0.0.1:{port}")],
             capture_output=True,

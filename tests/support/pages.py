@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def snippets(page: str) -> list[str]:
-    """Return the Python blocks of a page, which is named from the root of the repository."""
+def snippets(page: str, language: str = "python") -> list[str]:
+    """Return the blocks of a page in one language. The page is named from the root of the repository."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def typed(blocks: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
